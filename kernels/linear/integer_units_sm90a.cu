@@ -18,6 +18,7 @@
 //
 // The contract is that of kbitcupy/products/integers.py, terms of units being added in the order of k, parts of k in
 // theirs.
+#include "linear/eight_outputs.cuh"
 #include "linear/int8.cuh"
 #include "linear/integer_tiles.cuh"
 
@@ -484,31 +485,7 @@ __device__ __forceinline__ void write_outputs(
             v[i] = multiply_ieee(v[i], Layout<INNER>::LOWERED);
             if (row + i < rows) v[i] = add_ieee(v[i], rescaling.bias_of(row + i));
         }
-        const long long at = static_cast<long long>(token) * rows + row;
-        if (y_kind == FLOAT32_BIAS) {
-            float* target = static_cast<float*>(y) + at;
-            if (aligned) {
-                *reinterpret_cast<float4*>(target) = make_float4(v[0], v[1], v[2], v[3]);
-                *reinterpret_cast<float4*>(target + 4) = make_float4(v[4], v[5], v[6], v[7]);
-            } else {
-                for (int i = 0; i < 8; ++i)
-                    if (row + i < rows) target[i] = v[i];
-            }
-        } else {
-            unsigned word[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                word[i] = y_kind == FLOAT16_BIAS ? Word<__half>::pack(v[2 * i], v[2 * i + 1])
-                                                 : Word<__nv_bfloat16>::pack(v[2 * i], v[2 * i + 1]);
-            unsigned short* target = static_cast<unsigned short*>(y) + at;
-            if (aligned) {
-                *reinterpret_cast<uint4*>(target) = make_uint4(word[0], word[1], word[2], word[3]);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    if (row + i < rows) target[i] = static_cast<unsigned short>(word[i / 2] >> i % 2 * 16);
-            }
-        }
+        write_eight(y, y_kind, static_cast<long long>(token) * rows + row, v, row, rows, aligned);
     }
 }
 
