@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 CXX_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
 #: ... and of row numbers.
 IDS_CXX = {"int32": "int", "int64": "long long"}
+#: ... and truth values, by what they are as numbers.
+CXX_BOOLS = ("false", "true")
 
 
 @functools.cache

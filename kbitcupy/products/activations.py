@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import xp as _xp
-from ..backend.compile import CXX_TYPES, Template
+from ..backend.compile import CXX_BOOLS, CXX_TYPES, Template
 from ..backend.launch import Kernel, Planned, capability, packed
 from ..backend.structs import Constants
 from ..errors import FormatError
@@ -291,9 +291,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "quantize_activations": (*("p",) * 6, _NUMBERS),
     "normalize_tokens": ("p", "p", "p", "i8", "i8", "f8"),
 }
-_BOOLS = ("false", "true")
 _TEMPLATES = {
-    name: Template(_FILE, name, (_TYPES, *((_BOOLS,) if name == "quantize_activations" else ())), structs=(SIZES,))
+    name: Template(_FILE, name, (_TYPES, *((CXX_BOOLS,) if name == "quantize_activations" else ())), structs=(SIZES,))
     for name in _SIGNATURES
 }
 # Of few tokens, each by a cluster of thread blocks that find room beside those of the product.
@@ -333,7 +332,7 @@ def _kernel(name: str, dtype: np.dtype) -> Kernel:
 @functools.cache
 def _quantizer(dtype: np.dtype, vector: bool, threads: int) -> Kernel:
     name = "quantize_activations"
-    values = CXX_TYPES[dtype.name], _BOOLS[vector]
+    values = CXX_TYPES[dtype.name], CXX_BOOLS[vector]
     return Kernel(_TEMPLATES[name], values, threads, signature=_SIGNATURES[name], early=True)
 
 

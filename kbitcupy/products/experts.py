@@ -32,7 +32,8 @@ from .small_batch import FewKernel, declared_template, few_kernel, few_refusal, 
 MOST_EXPERTS = 12000
 #: dtypes of numbers of experts, as the kernels take them.
 IDS = frozenset(np.dtype(name) for name in IDS_CXX)
-_SINGLE = ("float32",)  # of weights of slots
+#: dtypes of weights of slots, as the kernels take them.
+WEIGHTS = ("float32",)
 _GROUP_BYTES = GROUP.dtype.itemsize
 #: The kernels that combine slots: by fma, and with NumPy's bits.
 SUMMED, ROUNDED = "combine_slots", "combine_rounded_slots"
@@ -78,7 +79,7 @@ def grouped(
     if plan.combine is None:
         plan.multiply(x, qs, to, 0, groups, order)
         return
-    weights = source(weights, _SINGLE)
+    weights = source(weights, WEIGHTS)
     partial = groups + plan.partial
     plan.multiply(x, qs, to, partial, groups, order)
     plan.combine.start(partial, weights.data.ptr, to)

@@ -36,7 +36,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import launch as _launch, tma as _tma, xp as _xp
-from ..backend.compile import CXX_TYPES, Template
+from ..backend.compile import CXX_BOOLS, CXX_TYPES, Template
 from ..backend.structs import Constants
 from ..errors import DeviceError, FormatError
 from ..formats import affine
@@ -524,7 +524,6 @@ class Tiling:
         return max(multiplying, channels * depth / _READ_PER_US) + rounds * self.exchange
 
 
-_BOOLS = ("false", "true")
 _READ_PER_US = 4.2e6  # bytes of weights
 _TILINGS = (
     Tiling(1, 1, 8, 1, 1, 0.30),
@@ -542,7 +541,7 @@ def _template(name: str, *axes: tuple[str, ...], hot: bool = True) -> Template:
     return Template(_FILE, name, (_TYPES, *axes), hot=hot, structs=(BIAS_KINDS, _SHARED))
 
 
-_QUANTIZE_TOKENS = _template("quantize_tokens", _BOOLS, _BOOLS)
+_QUANTIZE_TOKENS = _template("quantize_tokens", CXX_BOOLS, CXX_BOOLS)
 _STREAM = _template("stream_w8a8", ("8", "16"), ("true",))
 _TILE = _template("tile_w8a8", ("64", "128"), ("true",))
 _WGMMA = Template(
@@ -626,19 +625,18 @@ def _plan(
         kernel = _kernel(_WGMMA, (cxx, tiling.text), tiling.threads, tiling.shared, signature=_MAP_SIZES, early=early)
         units, waves = tiling.blocks(tokens, channels), tiling.split == 1
     elif tokens <= _STREAM_TOKENS:
-        values = cxx, "8" if tokens <= 8 else "16", _BOOLS[aligned]
+        values = cxx, "8" if tokens <= 8 else "16", CXX_BOOLS[aligned]
         kernel = _kernel(_STREAM, values, _STREAM_THREADS, _STREAM_SHARED, signature=_SIZES, early=early)
         units, waves = -(-channels // _STREAM_ROWS), True
     else:
         tile = 64 if tokens <= 64 else 128
         shared = _TILE_STAGES * (tile + _TILE_N) * _TILE_STAGE
-        kernel = _kernel(
-            _TILE, (cxx, str(tile), _BOOLS[aligned]), _SHARED.TILE_THREADS * tile, shared, signature=_SIZES, early=early
-        )
+        values, threads = (cxx, str(tile), CXX_BOOLS[aligned]), _SHARED.TILE_THREADS * tile
+        kernel = _kernel(_TILE, values, threads, shared, signature=_SIZES, early=early)
         units, waves = -(-tokens // tile) * -(-channels // _TILE_N), False
     quantize = None
     if vector is not None:
-        values = cxx, _BOOLS[vector], _BOOLS[smooth]
+        values = cxx, CXX_BOOLS[vector], CXX_BOOLS[smooth]
         threads = _TOKEN_THREADS if tokens <= _launch.multiprocessors(device) else _TOKEN_THREADS // 2
         kernel_of_tokens = _kernel(_QUANTIZE_TOKENS, values, threads, signature=_TOKEN_SIZES, early=True)
         quantize = kernel_of_tokens.ready(device).launch

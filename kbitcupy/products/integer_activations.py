@@ -24,7 +24,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import xp as _xp
-from ..backend.compile import CXX_TYPES, Template, cxx_type
+from ..backend.compile import CXX_BOOLS, CXX_TYPES, Template, cxx_type
 from ..backend.launch import Kernel, Planned, packed
 from ..backend.structs import Constants
 from ..formats.base import IntegerCodes, register_templates
@@ -59,12 +59,12 @@ BITNET, _BITNET_RULE = "bitnet", Rule()
 PITCH = 128
 _PRESETS = {"int8": NUMBERS.INT8_TOKENS, "q8_1": NUMBERS.Q8_1_TOKENS}
 _FILE, _NAME = "linear/integer_activations.cu", "quantize_integers"
-_TYPES, _BOOLS = (*(CXX_TYPES[name] for name in FLOATS), "signed char"), ("false", "true")
-_TEMPLATE = Template(_FILE, _NAME, (_TYPES, _BOOLS), structs=(NUMBERS,))
+_TYPES = *(CXX_TYPES[name] for name in FLOATS), "signed char"
+_TEMPLATE = Template(_FILE, _NAME, (_TYPES, CXX_BOOLS), structs=(NUMBERS,))
 # Rows of floats with one scale a token: threads of a block, the most and those of many tokens; elements of a thread.
 _ROW_SIZES = Constants(ROW_THREADS=512)
 _ROW_THREADS, _SIXTEEN = 256, 16
-_ROW_TEMPLATE = Template("linear/row_tokens.cu", "quantize_row_tokens", (_TYPES[:-1], _BOOLS), structs=(_ROW_SIZES,))
+_ROW_TEMPLATE = Template("linear/row_tokens.cu", "quantize_row_tokens", (_TYPES[:-1], CXX_BOOLS), structs=(_ROW_SIZES,))
 register_templates(_TEMPLATE, _ROW_TEMPLATE)
 _NUMBERS, _ROW_NUMBERS = ("i4",) * 6, ("i4",) * 2
 _SIGNATURE, _ROW_SIGNATURE = (*("p",) * 4, _NUMBERS), (*("p",) * 3, _ROW_NUMBERS)
@@ -221,12 +221,12 @@ def quantizing(
 
 @functools.cache
 def _kernel(cxx: str, vector: bool, threads: int) -> Kernel:
-    return Kernel(_TEMPLATE, (cxx, _BOOLS[vector]), threads, signature=_SIGNATURE, early=True)
+    return Kernel(_TEMPLATE, (cxx, CXX_BOOLS[vector]), threads, signature=_SIGNATURE, early=True)
 
 
 @functools.cache
 def _row_kernel(cxx: str, split: bool, threads: int) -> Kernel:
-    return Kernel(_ROW_TEMPLATE, (cxx, _BOOLS[split]), threads, signature=_ROW_SIGNATURE, early=True)
+    return Kernel(_ROW_TEMPLATE, (cxx, CXX_BOOLS[split]), threads, signature=_ROW_SIGNATURE, early=True)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,7 +21,7 @@ from ..formats.base import Format
 from ..ops import source, widen
 from . import integer_stream
 from .activations import FLOATS
-from .experts import IDS, ROUNDED, Combining, combined, combining
+from .experts import IDS, ROUNDED, WEIGHTS, Combining, combined, combining
 from .integer_activations import BITNET, Tokens, quantize_host
 from .integers import (
     Chosen,
@@ -41,7 +41,6 @@ _EACH = 20.0
 # Products that are computed one beside the other, and read the codes of their experts each; microseconds of the
 # launches, and the fraction of the bandwidth at which codes pass.
 _MOST_PRODUCTS, _STREAM_START, _FRACTION = 65535, 8.0, 0.6
-_SINGLE = ("float32",)  # of weights of slots
 
 
 def _refusal(problem: Problem) -> str | None:
@@ -136,7 +135,7 @@ def _multiply_cuda(
     if plan.multiply is not None:
         plan.multiply(address, qs, chosen, products.ptr)
     if weights is not None:
-        weights = source(weights, _SINGLE)
+        weights = source(weights, WEIGHTS)
         of_slots = weights.data.ptr
     plan.combine.start(products.ptr, of_slots, out.data.ptr, chosen)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..backend import tma as _tma, xp as _xp
-from ..backend.compile import CXX_TYPES, Template, cxx_type
+from ..backend.compile import CXX_BOOLS, CXX_TYPES, Template, cxx_type
 from ..backend.launch import Kernel, Planned, packed
 from ..backend.structs import Constants
 from ..formats.base import Format, IntegerCodes, register_templates
@@ -45,19 +45,15 @@ SIZES = Constants(
     UNITS_INNER_STAGE=45056,
     QUANTIZE_THREADS=128,
 )
-# By whether weights are q4_k's: bytes of a stage; those that stand beside the tokens' codes of one; a template's
-# argument.
+# By whether weights are q4_k's: bytes of a stage; those that stand beside the tokens' codes of one.
 _STAGE = {False: int(SIZES.UNITS_STAGE), True: int(SIZES.UNITS_INNER_STAGE)}
 _RECORD = {False: 2048, True: 5120}
-_TEXT = {False: "false", True: "true"}
 # Threads of a thread block; elements of a thread that quantizes.
 _THREADS, _SIXTEEN = 384, 16
 
-_TEMPLATE = Template(
-    "linear/integer_units_sm90a.cu", "multiply_units", (tuple(_TEXT.values()),), structs=(BIAS_KINDS, SIZES)
-)
+_TEMPLATE = Template("linear/integer_units_sm90a.cu", "multiply_units", (CXX_BOOLS,), structs=(BIAS_KINDS, SIZES))
 _TYPES = tuple(CXX_TYPES[name] for name in FLOATS)
-_TOKENS = Template("linear/unit_tokens.cu", "quantize_unit_tokens", (_TYPES, tuple(_TEXT.values())), structs=(SIZES,))
+_TOKENS = Template("linear/unit_tokens.cu", "quantize_unit_tokens", (_TYPES, CXX_BOOLS), structs=(SIZES,))
 register_templates(_TEMPLATE, _TOKENS)
 _SIGNATURE = (*(_tma.MAP_BYTES,) * 2, *("p",) * 5, *("i4",) * 5, "u4")
 _DEPTH = ("i4",)
@@ -72,7 +68,7 @@ def shared_bytes(inner: bool) -> int:
 def _kernel(inner: bool) -> Kernel:
     return Kernel(
         _TEMPLATE,
-        (_TEXT[inner],),
+        (CXX_BOOLS[inner],),
         _THREADS,
         shared_bytes(inner),
         signature=_SIGNATURE,
@@ -84,7 +80,7 @@ def _kernel(inner: bool) -> Kernel:
 @functools.cache
 def _quantizer(cxx: str, inner: bool) -> Kernel:
     threads = SIZES.QUANTIZE_THREADS
-    return Kernel(_TOKENS, (cxx, _TEXT[inner]), threads, signature=("p", "p", "p", _DEPTH), early=True)
+    return Kernel(_TOKENS, (cxx, CXX_BOOLS[inner]), threads, signature=("p", "p", "p", _DEPTH), early=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ Both give NumPy's bits. Class `TestSmall` is what compute-sanitizer runs.
 
 import numpy as np
 import pytest
-from fuzz_ternary import DTYPES, clear_plans, own_rows, weight
+from fuzz_ternary import DTYPES, weight
 from inputs import make, same_values
 
 import kbitcupy as kb
@@ -14,14 +14,6 @@ from kbitcupy.products import activations
 pytestmark = pytest.mark.gpu
 
 GRANULARITIES = ["tensor", ("channel", 0)]
-
-
-@pytest.fixture(params=["large", "few"])
-def any_rows(request, monkeypatch):
-    """Products in one launch of any weight, as of large ones and as of those with few rows."""
-    own_rows(monkeypatch, request.param == "few")
-    yield
-    clear_plans()
 
 
 def tokens_of(rng, x, shared):

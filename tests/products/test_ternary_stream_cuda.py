@@ -5,7 +5,7 @@ Class `TestSmall` is what compute-sanitizer runs.
 
 import numpy as np
 import pytest
-from fuzz_ternary import DTYPES, clear_plans, own_rows
+from fuzz_ternary import DTYPES, clear_plans
 from inputs import make, same_values
 
 import kbitcupy as kb
@@ -145,14 +145,6 @@ def test_planes_and_tokens_begin_anywhere(cupy):
         assert same_values(kb.bitnet.linear(tokens, moved).get(), wanted)
         route = "ternary_stream" if offset == 16 else "ternary"
         assert kb.explain(tokens, moved, activations="bitnet").route == route
-
-
-@pytest.fixture(params=["large", "few"])
-def any_rows(request, monkeypatch):
-    """Warps have rows of their own, as in large weights and in those with few rows."""
-    own_rows(monkeypatch, request.param == "few")
-    yield
-    clear_plans()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

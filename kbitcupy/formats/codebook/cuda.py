@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import tables
-from ...backend.compile import CXX_TYPES, Template
+from ...backend.compile import CXX_BOOLS, CXX_TYPES, Template
 from ...backend.launch import Kernel, Type, shared_memory
 from ...backend.structs import Constants, Struct
 from ...backend.xp import namespace
@@ -102,7 +102,7 @@ _TABLES_AHEAD = (_TABLES, DYNAMIC_SEARCH, TABLE4, DYNAMIC, _VALUES4, _VALUES8, _
 
 QUANTIZE4 = Template(_FILE, "quantize_table4", (_TYPES, ("ORDERED", "FP4")), structs=_TABLES_AHEAD)
 QUANTIZE4_ANY = Template(_FILE, "quantize_table4", (_TYPES, ("ANY",)), hot=False, structs=_TABLES_AHEAD)
-DEQUANTIZE4 = Template(_FILE, "dequantize_table4", (_TYPES, ("false", "true")), structs=_TABLES_AHEAD)
+DEQUANTIZE4 = Template(_FILE, "dequantize_table4", (_TYPES, CXX_BOOLS), structs=_TABLES_AHEAD)
 QUANTIZE8 = Template(_FILE, "quantize_dynamic8", (_TYPES,), structs=_TABLES_AHEAD)
 DEQUANTIZE8 = Template(_FILE, "dequantize_dynamic8", (_TYPES,), structs=_TABLES_AHEAD)
 NESTED = tuple(
