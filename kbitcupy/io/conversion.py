@@ -576,6 +576,7 @@ class _Work:
         #: Whether tensors that are compressed already, and stay so, are copied as they are stored.
         self._as_stored = self.same_kind and not any(name in checkpoint.compressed for name in changes.tensors)
         self._order = {name: number for number, name in enumerate(changes.order or ())}
+        self._places = {stored: number for number, stored in enumerate(checkpoint.reader.names)}
         self._taken: set[str] = set()
         for name in changes.made:
             if name in checkpoint:
@@ -617,7 +618,7 @@ class _Work:
         converted: dict[str, int] = {}
         stored_for: dict[str, tuple[str, ...]] = {}
         configs: dict[str, Any] = {}
-        places = {stored: number for number, stored in enumerate(reader.names)}
+        places: dict[str, int] = {}  # in the files that are read
         small: list[str] = []  # what is stored of tensors that are compressed
         elements = changed = decoded = 0
         for name in names:
@@ -629,11 +630,12 @@ class _Work:
             if self._copies(name):
                 copied.update((each, each) for each in stored)
                 entries.update(stored)
+                places.update((each, self._places[each]) for each in stored)
                 continue
             made, config = self._made(name)
             entries.update(made)
             stored_for[name] = tuple(made)
-            places.update(dict.fromkeys(made, places[next(iter(stored))]))
+            places.update(dict.fromkeys(made, self._places[next(iter(stored))]))
             converted[name] = sum(entry.nbytes for entry in stored.values())
             if config is not None:
                 configs[self._new_name(name)] = config
@@ -646,7 +648,7 @@ class _Work:
                 else:
                     small += made
         if not self._order:  # what a tensor consists of need not lie side by side
-            entries = dict(sorted(entries.items(), key=lambda entry: places.get(entry[0], len(places))))
+            entries = dict(sorted(entries.items(), key=lambda entry: places.get(entry[0], len(self._places))))
         return Job(
             reader,
             [file.reader for file in files],
