@@ -320,7 +320,9 @@ struct FewTokens {
                 const int token = eight + Decoder::token(column);
                 const bool there = block < blocks && token < here.group.count;
                 const float* scale = from + ((long long)block * given.divisor + here.group.first + token);
-                store_shared(scales + i * 4, there ? *scale : 0.0f);
+                float own = there ? *scale : 0.0f;
+                if constexpr (Kind::MATRICES) own *= Decoder::token_factor(block);
+                store_shared(scales + i * 4, own);
             }
         }
     }
