@@ -297,6 +297,19 @@ def test_halves_of_tokens_of_any_size(cupy, name, n, route):
         assert (scaled == y * np.float32(power)).all()
 
 
+@pytest.mark.parametrize("m", [8, 12])
+def test_nvfp4_with_tokens_of_any_size(cupy, m):
+    """A power of two of small or large tokens changes no bit but those of exponents."""
+    q, x = weight("nvfp4", (41, 768), cupy), tokens((m, 768), np.float32, cupy)
+    problem = Problem(q.format, q.shape, m, x.dtype, device(0), True, stored(q), "q8_1")
+    y, scaled = cupy.empty((2, m, 41), np.float32)
+    multiply = StagedFew().prepare(problem)
+    multiply(x, q, None, y)
+    for power in (2.0**-80, 2.0**100):
+        multiply(x * np.float32(power), q, None, scaled)
+        assert (scaled == y * np.float32(power)).all() and cupy.isfinite(scaled).all()
+
+
 @pytest.mark.parametrize("name", ["q2_k", "q6_k", "iq3_s"])
 def test_bfloat16_of_any_size(cupy, name):
     """As halves they are multiplied by a power of two, which changes nothing but the exponent."""
