@@ -313,9 +313,10 @@ struct FewTokens {
                 Kind::ONCE ? here.step : given.cut.share;  // zeros, too, for those of warps that have no own
             for (int i = threadIdx.x; i < items * OF_ITEM * TOGETHER; i += blockDim.x) {
                 int block = i / TOGETHER, column = i % TOKENS, eight = i % TOGETHER - column;
-                if constexpr (Kind::MATRICES) {  // two blocks of a token stand side by side
+                if constexpr (Kind::MATRICES) {  // two blocks of a token stand side by side, and tokens 8 apart as rows
                     const int at = i % (2 * TOGETHER) / 2;
                     block = i / (2 * TOGETHER) * 2 + i % 2, column = at % TOKENS, eight = at - column;
+                    if (Kind::TOKEN_ROWS) column = at / 2, eight = at % 2 * TOKENS;
                 }
                 const int token = eight + Decoder::token(column);
                 const bool there = block < blocks && token < here.group.count;
@@ -329,7 +330,8 @@ struct FewTokens {
     // Those of a k-tile.
     __device__ __forceinline__ auto scales_of(int item) const {
         if constexpr (Kind::MATRICES)
-            return PairedTokenScales{scales + (item - here.first_item) * SCALES_OF_ITEM + here.t * 16};
+            return PairedTokenScales{
+                scales + (item - here.first_item) * SCALES_OF_ITEM + (Kind::TOKEN_ROWS ? here.g : here.t) * 16};
         else if constexpr (Kind::BLOCKED)
             return TokenScales{scales + (item - here.first_item) * SCALES_OF_ITEM + here.t * 8};
         else return NoTokenScales{};

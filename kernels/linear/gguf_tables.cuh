@@ -248,7 +248,8 @@ struct Blocked<SharedTable16<__half>> : SharedTable16<__half> {
         }
     }
 
-    // Scales are settled. Of each 32 elements lanes with the upper eight of 16 neighbours have the second one.
+    // Scales are settled. Of each 32 elements lanes with the upper eight of 16 neighbours have the second one. 16
+    // tokens are the rows of mma, so that a lane has sums of two of them and not of four.
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
@@ -265,7 +266,7 @@ struct Blocked<SharedTable16<__half>> : SharedTable16<__half> {
                 two[i] = __funnelshift_l(bytes, bytes, turn) & 0x3f803f80u;
                 if (worked_out(2 * jj) || worked_out(2 * jj + 1)) two[i] = Word<__half>::multiply(two[i], raise(jj));
             }
-            uint4 of_tokens[EIGHTS];
+            uint4 of_tokens;
 #pragma unroll
             for (int j = 2 * jj; j < 2 * jj + 2; ++j) {
                 float part[EIGHTS][4] = {};
@@ -273,12 +274,17 @@ struct Blocked<SharedTable16<__half>> : SharedTable16<__half> {
                 unsigned a[2][4];
                 decode(word, two, j, lane, a);
 #pragma unroll
-                for (int h = 0; h < 4; h += 2)
+                for (int h = 0; h < 4; h += 2) {
+                    const int at = 4 * j + h;
+                    if constexpr (EIGHTS == 1) {
+                        mma<__half>(part[0], a[0][h], a[1][h], a[0][h + 1], a[1][h + 1], x[0][at], x[0][at + 1]);
+                    } else {
 #pragma unroll
-                    for (int e = 0; e < EIGHTS; ++e)
-                        mma<__half>(
-                            part[e], a[0][h], a[1][h], a[0][h + 1], a[1][h + 1], x[e][4 * j + h], x[e][4 * j + h + 1]);
-                if (j % 2 == 0) tokens.template load<EIGHTS>(of_tokens, jj);
+                        for (int i = 0; i < 2; ++i)
+                            mma<__half>(part[i], x[0][at], x[1][at], x[0][at + 1], x[1][at + 1], a[i][h], a[i][h + 1]);
+                    }
+                }
+                if (j % 2 == 0) of_tokens = tokens.template load<EIGHTS>(jj);
                 tokens.template add<EIGHTS>(part, of_tokens, j % 2, acc);
             }
         }
