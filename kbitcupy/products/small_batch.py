@@ -829,10 +829,14 @@ class SmallBatch(Route):
             return self._cost_of_integers(problem, problem.fragments)
         if problem.tokens > TOKENS:
             return self._cost_of_more(problem, problem.fragments)
-        cost = _START + _passing(problem, _FRACTION, _DECODING)
+        cost = _START + _passing(problem, self._fraction(problem), _DECODING)
         middling = problem.shape[0] * problem.shape[1] in _WAITING_SIZES
         waits = problem.tokens >= _WAITING_TOKENS and middling and not self._quick(problem)
         return cost * _WAITING if waits else cost
+
+    def _fraction(self, problem: Problem) -> float:
+        """The fraction of the bandwidth at which weights pass, of which a table has the values, for up to 8 tokens."""
+        return _FRACTION
 
     def _cost_of_more(self, problem: Problem, fragments: Fragments) -> float:
         """The cost of more than 8 tokens where a table has the values of codes."""
