@@ -147,6 +147,11 @@ class TestFew:
             assert_quantized(name, (n, k, m), StagedFew(), np.float32, cupy, m == 3)
         assert_quantized(name, (272, 4096, 4), StagedFew(), np.float16, cupy, True)
 
+    @pytest.mark.parametrize("dtype", [*HALF, np.dtype("float32")], ids=str)
+    def test_quantized_tokens_as_rows(self, cupy, dtype):
+        """More than 8 tokens of nvfp4: an odd number of k-tiles, and three tiles of rows for a warp."""
+        assert_quantized("nvfp4", (17408, 1152, 13), StagedFew(), dtype, cupy, True)
+
     @pytest.mark.parametrize("name", IN_HALVES)
     def test_quantized_tokens_in_two_halves(self, cupy, name):
         """Warps with half of their k-tiles or none, blocks that share k and such that do not; any types."""
