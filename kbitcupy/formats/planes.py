@@ -150,6 +150,8 @@ class Fragments:
         Whether codes are in two's complement.
     blocked : bool
         Whether that decoder takes tokens that are integers with scales of 32, too.
+    paired : bool
+        Whether k-tiles are copied `together` for 16 of these tokens, too.
     columns : bool
         Whether it has a decoder for one token of float16 on clusters of thread blocks, where parts of k that have
         scales of their own have columns of an mma (kernels/linear/columns.cuh).
@@ -214,6 +216,7 @@ class Fragments:
     quantized: Fragments | None = None
     together: int = 2
     blocked: bool = False
+    paired: bool = False
     columns: bool = False
     halves: bool = False
     work: float = 1.0

@@ -422,7 +422,8 @@ class FewKernel(Fused):
             if even and not (whole and warps and (flow != _IN_CHUNKS or grouped)):
                 continue
             clusters = _clusters(device, together) if flow != _IN_CHUNKS and eights == 1 and not grouped else (1, 0)
-            unit = max(1, fragments.multiple // ITEM_K) if even else 1
+            paired = eights == 2 and fragments.paired
+            unit = max(1 + paired, fragments.multiple // ITEM_K) if even else 1
             splits, once = 1 if grouped else 8, flow != _IN_CHUNKS
             cut = cut_few(n, k, items, max(1, warps), resident, splits, once, clusters, unit)
             if cut:
@@ -455,7 +456,7 @@ class FewKernel(Fused):
         values = _few_arguments(decoder, self.cxx, eights, items, grouped, flow, cut.cluster, way)
         self.kernel = kernel_of("linear_few", values, 32 * warps, shared, signature)
         self.grid, self._splits = cut.grid, cut.grid[1] // cut.cluster
-        boxed = items == 4 or (items == 2 and not fragments.entries)
+        boxed = items == 4 or (items == 2 and (paired or not fragments.entries))
         box = 2 if boxed and fragments.together == 2 and 2 * decoder.item_bytes == 128 else 1
         by_box = self.staged and self.clustered and way != IN_HALVES
         self._map_of_x = functools.partial(_map_of_x, k) if by_box else no_map
@@ -828,10 +829,14 @@ class SmallBatch(Route):
             return self._cost_of_integers(problem, problem.fragments)
         if problem.tokens > TOKENS:
             return self._cost_of_more(problem, problem.fragments)
-        cost = _START + _passing(problem, _FRACTION, _DECODING)
+        cost = _START + _passing(problem, self._fraction(problem), _DECODING)
         middling = problem.shape[0] * problem.shape[1] in _WAITING_SIZES
         waits = problem.tokens >= _WAITING_TOKENS and middling and not self._quick(problem)
         return cost * _WAITING if waits else cost
+
+    def _fraction(self, problem: Problem) -> float:
+        """The fraction of the bandwidth at which weights pass, of which a table has the values, for up to 8 tokens."""
+        return _FRACTION
 
     def _cost_of_more(self, problem: Problem, fragments: Fragments) -> float:
         """The cost of more than 8 tokens where a table has the values of codes."""

@@ -112,7 +112,8 @@ class StagedFew(SmallBatch):
         return super().accepts(_as_halves(problem))
 
     def cost(self, problem: Problem) -> float:
-        return _AHEAD + super().cost(_as_halves(problem)) * (_MORE if problem.tokens > TOKENS else 1.0)
+        more = _PAIRED_MORE if self._paired(problem) else _MORE
+        return _AHEAD + super().cost(_as_halves(problem)) * (more if problem.tokens > TOKENS else 1.0)
 
     def prepare(self, problem: Problem) -> Product:
         n, k = problem.shape
@@ -130,6 +131,14 @@ class StagedFew(SmallBatch):
 
     def describe(self, problem: Problem) -> str:
         return f"tokens quantized by 'q8_1'; {super().describe(_as_halves(problem))}"
+
+    def _fraction(self, problem: Problem) -> float:
+        return _PAIRED_FRACTION if self._paired(problem) else super()._fraction(problem)
+
+    @staticmethod
+    def _paired(problem: Problem) -> bool:
+        assert problem.fragments is not None
+        return of_integers(problem.fragments).paired
 
 
 class StagedHalves(StagedFew):
@@ -262,6 +271,8 @@ _QUANTIZING = 12.0
 # ... that quantizes them, while weights are on their way; how much longer more than eight take, whose sums have scales;
 # of a thread block, to quantize a token itself.
 _AHEAD, _MORE, _QUANTIZED = 3.5, 1.17, 0.5
+# Where k-tiles come two by two: the fraction of the bandwidth at which weights pass, and how much longer more take.
+_PAIRED_FRACTION, _PAIRED_MORE = 0.97, 1.05
 # Of codes that are read in place: microseconds of the launches, and the fraction of the bandwidth at which codes pass,
 # of one token, of 8 and of more.
 _STREAM_START = 4.0
@@ -273,7 +284,7 @@ _STREAM_FRACTIONS = {
 # Of one token whose blocks have columns of their own: less to begin with, and a little more of each byte.
 _COLUMNS_START, _COLUMNS_FRACTION = 2.8, 0.98
 # Of tokens in two halves, which pass as floats do once they are quantized; and of each token from the third one on.
-_HALVES_START, _HALVES_TOKEN = 7.0, 1.3
+_HALVES_START, _HALVES_TOKEN = 6.25, 1.0
 
 
 def _as_halves(problem: Problem) -> Problem:

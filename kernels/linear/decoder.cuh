@@ -115,23 +115,22 @@ struct TokenScales {
 
 // The same of two groups at a time, number `jj` of a k-tile, whose scales lie beside each other.
 struct PairedTokenScales {
-    unsigned at;  // in the shared window, of this lane's tokens: for each two groups 8 EIGHTS times two floats
+    unsigned at;  // in the shared window, of this lane's two tokens: for each two groups 8 EIGHTS times two floats
 
     template <int EIGHTS>
-    __device__ __forceinline__ void load(uint4 (&four)[EIGHTS], int jj) const {
-#pragma unroll
-        for (int e = 0; e < EIGHTS; ++e) four[e] = shared_at<uint4>(at + (jj * EIGHTS + e) * (TOKENS * 8));
+    __device__ __forceinline__ uint4 load(int jj) const {
+        return shared_at<uint4>(at + jj * EIGHTS * (TOKENS * 8));
     }
-    // acc += scaled sums, of the first or the second of the two groups.
+    // acc += scaled sums, of the first or the second of the two groups. Tokens are columns of sums, 16 of them rows.
     template <int EIGHTS>
     __device__ __forceinline__ static void add(
-        const float (&part)[EIGHTS][4], const uint4 (&four)[EIGHTS], bool second, float (&acc)[EIGHTS][4]) {
+        const float (&part)[EIGHTS][4], const uint4& four, bool second, float (&acc)[EIGHTS][4]) {
+        const unsigned scale[2] = {second ? four.y : four.x, second ? four.w : four.z};
 #pragma unroll
-        for (int e = 0; e < EIGHTS; ++e) {
-            const unsigned scale[2] = {second ? four[e].y : four[e].x, second ? four[e].w : four[e].z};
+        for (int e = 0; e < EIGHTS; ++e)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) acc[e][i] = fmaf(part[e][i], __uint_as_float(scale[i % 2]), acc[e][i]);
-        }
+            for (int i = 0; i < 4; ++i)
+                acc[e][i] = fmaf(part[e][i], __uint_as_float(scale[EIGHTS == 1 ? i % 2 : i / 2]), acc[e][i]);
     }
 };
 

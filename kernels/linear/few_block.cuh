@@ -42,10 +42,14 @@ struct FewKind {
     static constexpr int EIGHTS = EIGHTS_, ITEMS = ITEMS_, TOGETHER = TOKENS * EIGHTS;
     static constexpr int CLUSTER = __CUDA_ARCH__ >= 900 ? BLOCKS : 1;
     static constexpr bool GROUPED = GROUPED_;
+    // Whether lanes load codes together, see ByMatrices; then scales of tokens lie two by two, and those of weights are
+    // settled when they come. And whether 16 tokens are rows of sums, not columns.
+    static constexpr bool MATRICES = ByMatrices<Decoder>::VALUE, TOKEN_ROWS = MATRICES && EIGHTS == 2;
     // Whether tiles are whole, and rows whole k-tiles that begin at multiples of 16 bytes; how many k-tiles are copied
     // at a time, and how many of them in one box.
     static constexpr bool EVEN = ITEMS > 1, ONCE = FLOW != IN_CHUNKS, SPREAD = FLOW == AT_ONCE_SPREAD;
-    static constexpr int GROUP = ITEMS == 4 || (ITEMS == 2 && Decoder::ENTRIES == 0) ? Decoder::MOST_TOGETHER : 1;
+    static constexpr bool PAIRS = ITEMS == 2 && (Decoder::ENTRIES == 0 || TOKEN_ROWS);
+    static constexpr int GROUP = ITEMS == 4 || PAIRS ? Decoder::MOST_TOGETHER : 1;
     static constexpr int BOX = GROUP * Decoder::ITEM_BYTES == 128 ? GROUP : 1;
     using WeightStage = ::WeightStage<Decoder, BOX>;
     using WeightCopy = ::WeightCopy<Decoder, GROUP, BOX>;
@@ -55,9 +59,6 @@ struct FewKind {
     static constexpr int GROUP_BYTES = GROUP / BOX * WeightStage::BYTES, GROUPS = ITEMS / GROUP;
     // Whether TMA waits for words that are unpacked, which takes less than for all that were read.
     static constexpr bool MIXED = BOXES && Decoder::MIXED;
-    // Whether lanes load codes together, see ByMatrices; then scales of tokens lie two by two, and those of weights are
-    // settled when they come.
-    static constexpr bool MATRICES = ByMatrices<Decoder>::VALUE;
     using Expansion = typename ExpansionOf<Decoder, ITEMS>::Type;
     using Records = typename RecordsOf<TABLE, Decoder>::Type;
     static constexpr bool NARROW = EVEN && Records::NARROW;

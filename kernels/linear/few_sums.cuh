@@ -140,7 +140,11 @@ struct FewSums {
         const int t = ANEW ? int(opaque(threadIdx.x % 4)) : here.t;
         const float scale = here.factor[0] * here.factor[1];
         const int n = here.given.n;
-        const int first_row = (here.my_first + before * here.teams) * ITEM_ROWS + here.my_row;
+        const int tile = (here.my_first + before * here.teams) * ITEM_ROWS, first_row = tile + here.my_row;
+        if constexpr (Kind::TOKEN_ROWS) {
+            store_rows(tile, scale, group, sum, out, biased);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < EIGHTS * 2; ++i) {
             if (Kind::HALVES && i > 0) break;
@@ -151,6 +155,25 @@ struct FewSums {
             for (int h = 0; h < 2; ++h) {
                 const int row = first_row + h * 8;
                 if (Kind::EVEN || row < n) store(out + to + h * 8, biased(sum[i / 2][h * 2 + i % 2] * scale, row));
+            }
+        }
+    }
+
+    // The same where tokens are rows of sums, and rows of W columns.
+    template <typename Out, typename Biased>
+    __device__ __forceinline__ void store_rows(
+        int tile, float scale, const Group& group, const float (&sum)[EIGHTS][4], Out* out,
+        const Biased& biased) const {
+        const int n = here.given.n;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int at = i * TOKENS + Decoder::token(here.g);
+            if (at >= group.count) continue;
+            Out* const to = out + here.product_of(group.first + at) * n;
+#pragma unroll
+            for (int h = 0; h < 4; ++h) {
+                const int row = tile + h / 2 * 8 + Kind::WeightStage::row(here.t * 2 + h % 2);
+                if (Kind::EVEN || row < n) store(to + row, biased(sum[h / 2][2 * i + h % 2] * scale, row));
             }
         }
     }

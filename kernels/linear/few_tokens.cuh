@@ -313,21 +313,25 @@ struct FewTokens {
                 Kind::ONCE ? here.step : given.cut.share;  // zeros, too, for those of warps that have no own
             for (int i = threadIdx.x; i < items * OF_ITEM * TOGETHER; i += blockDim.x) {
                 int block = i / TOGETHER, column = i % TOKENS, eight = i % TOGETHER - column;
-                if constexpr (Kind::MATRICES) {  // two blocks of a token stand side by side
+                if constexpr (Kind::MATRICES) {  // two blocks of a token stand side by side, and tokens 8 apart as rows
                     const int at = i % (2 * TOGETHER) / 2;
                     block = i / (2 * TOGETHER) * 2 + i % 2, column = at % TOKENS, eight = at - column;
+                    if (Kind::TOKEN_ROWS) column = at / 2, eight = at % 2 * TOKENS;
                 }
                 const int token = eight + Decoder::token(column);
                 const bool there = block < blocks && token < here.group.count;
                 const float* scale = from + ((long long)block * given.divisor + here.group.first + token);
-                store_shared(scales + i * 4, there ? *scale : 0.0f);
+                float own = there ? *scale : 0.0f;
+                if constexpr (Kind::MATRICES) own *= Decoder::token_factor(block);
+                store_shared(scales + i * 4, own);
             }
         }
     }
     // Those of a k-tile.
     __device__ __forceinline__ auto scales_of(int item) const {
         if constexpr (Kind::MATRICES)
-            return PairedTokenScales{scales + (item - here.first_item) * SCALES_OF_ITEM + here.t * 16};
+            return PairedTokenScales{
+                scales + (item - here.first_item) * SCALES_OF_ITEM + (Kind::TOKEN_ROWS ? here.g : here.t) * 16};
         else if constexpr (Kind::BLOCKED)
             return TokenScales{scales + (item - here.first_item) * SCALES_OF_ITEM + here.t * 8};
         else return NoTokenScales{};

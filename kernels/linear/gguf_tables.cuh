@@ -185,10 +185,16 @@ struct SharedTable16 : PairTable<T, unsigned char, NEIGHBOURS> {
 };
 
 // The same where each 32 elements are added up: what tokens are then integers have is halves.
+//
+// Some of the 32s of a k-tile, WORKED_OUT, a bit for each, take their codes as what they are, E2M1, which are the upper
+// bits of halves 2^14 times smaller: that takes three instructions more for eight codes than the table does and none of
+// its four reads, of which shared memory has no more to give where all are looked up.
 template <>
 struct Blocked<SharedTable16<__half>> : SharedTable16<__half> {
     using Base = SharedTable16<__half>;
     using Base::FIELDS, Base::SUBS;
+    static constexpr unsigned WORKED_OUT = 0x3;
+    __device__ __forceinline__ static constexpr bool worked_out(int j) { return WORKED_OUT >> j & 1; }
 
     // Whether one of four scales may be no number, or not be what its lower seven bits say; and all four without that.
     __device__ __forceinline__ static bool unsettled(unsigned bytes) { return bytes & 0x80808080u; }
@@ -197,19 +203,53 @@ struct Blocked<SharedTable16<__half>> : SharedTable16<__half> {
     }
     __device__ __forceinline__ static unsigned settled(unsigned bytes) { return numbers_of(bytes); }
 
-    // Step h of 32 elements: two bytes of row g's word, and of row g + 8's, with the lower or the upper of two scales.
-    __device__ __forceinline__ static void look_up(
-        const unsigned (&word)[2], const unsigned (&two)[2], bool upper, int h, unsigned lane, unsigned (&a)[2][2]) {
+    // Codes that are worked out come in another order: 0 and 4, 2 and 6, 1 and 5, 3 and 7.
+    __device__ __forceinline__ static void arrange_x(unsigned (&x)[16]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const __half2 both = Word<__half>::as(two[i / 2]);
-            const unsigned scale = Word<__half>::bits(upper ? __high2half2(both) : __low2half2(both));
-            a[i / 2][i % 2] =
-                Word<__half>::multiply(table_entry(entry_offset(word[i / 2], 2 * h + i % 2, lane)), scale);
+        for (int j = 0; j < SUBS; ++j) {
+            if (!worked_out(j)) continue;
+            const unsigned a = x[4 * j], b = x[4 * j + 1], c = x[4 * j + 2], d = x[4 * j + 3];
+            x[4 * j] = __byte_perm(a, c, 0x5410), x[4 * j + 1] = __byte_perm(b, d, 0x5410);
+            x[4 * j + 2] = __byte_perm(a, c, 0x7632), x[4 * j + 3] = __byte_perm(b, d, 0x7632);
+        }
+    }
+    // The eight codes of a word as halves, 2^-15 of what they stand for.
+    __device__ __forceinline__ static void work_out(unsigned word, unsigned (&pair)[4]) {
+        const unsigned even = word << 1 & 0x0e0e0e0eu | word << 4 & 0x80808080u;
+        const unsigned odd = word >> 3 & 0x0e0e0e0eu | word & 0x80808080u;
+        pair[0] = __byte_perm(even, 0, 0x2404), pair[1] = __byte_perm(even, 0, 0x3414);
+        pair[2] = __byte_perm(odd, 0, 0x2404), pair[3] = __byte_perm(odd, 0, 0x3414);
+    }
+    // By what scales of weights, of 32s 2 jj and 2 jj + 1, are larger there, that no product is subnormal; and by what
+    // scales of tokens then have to be. The table has 2^4 of what codes stand for.
+    __device__ __forceinline__ static constexpr unsigned raise(int jj) {
+        return (worked_out(2 * jj) ? 0x7400u : 0x3c00u) | (worked_out(2 * jj + 1) ? 0x74000000u : 0x3c000000u);
+    }
+    __device__ __forceinline__ static float token_factor(int block) { return worked_out(block % SUBS) ? 32.0f : 1.0f; }
+
+    // The lower or the upper of two scales, twice.
+    __device__ __forceinline__ static unsigned scale_of(unsigned two, bool upper) {
+        const __half2 both = Word<__half>::as(two);
+        return Word<__half>::bits(upper ? __high2half2(both) : __low2half2(both));
+    }
+    // 32 elements: a word of row g, and of row g + 8, times these.
+    __device__ __forceinline__ static void decode(
+        const unsigned (&word)[2], const unsigned (&two)[2], int j, unsigned lane, unsigned (&pair)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (worked_out(j)) {
+                work_out(word[i], pair[i]);
+            } else {
+#pragma unroll
+                for (int at = 0; at < 4; ++at) pair[i][at] = table_entry(entry_offset(word[i], at, lane));
+            }
+#pragma unroll
+            for (int at = 0; at < 4; ++at) pair[i][at] = Word<__half>::multiply(pair[i][at], scale_of(two[i], j % 2));
         }
     }
 
-    // Scales are settled. Of each 32 elements lanes with the upper eight of 16 neighbours have the second one.
+    // Scales are settled. Of each 32 elements lanes with the upper eight of 16 neighbours have the second one. 16
+    // tokens are the rows of mma, so that a lane has sums of two of them and not of four.
     template <int EIGHTS>
     __device__ __forceinline__ static void multiply(
         const unsigned (&f)[2][FIELDS], const unsigned (&x)[EIGHTS][16], unsigned lane, unsigned scales, unsigned eight,
@@ -224,22 +264,27 @@ struct Blocked<SharedTable16<__half>> : SharedTable16<__half> {
             for (int i = 0; i < 2; ++i) {
                 const unsigned bytes = jj ? stored[i].y : stored[i].x;
                 two[i] = __funnelshift_l(bytes, bytes, turn) & 0x3f803f80u;
+                if (worked_out(2 * jj) || worked_out(2 * jj + 1)) two[i] = Word<__half>::multiply(two[i], raise(jj));
             }
-            uint4 of_tokens[EIGHTS];
+            uint4 of_tokens;
 #pragma unroll
             for (int j = 2 * jj; j < 2 * jj + 2; ++j) {
                 float part[EIGHTS][4] = {};
                 const unsigned word[2] = {f[0][j], f[1][j]};
+                unsigned a[2][4];
+                decode(word, two, j, lane, a);
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    unsigned a[2][2];
-                    look_up(word, two, j % 2, h, lane, a);
+                for (int h = 0; h < 4; h += 2) {
+                    const int at = 4 * j + h;
+                    if constexpr (EIGHTS == 1) {
+                        mma<__half>(part[0], a[0][h], a[1][h], a[0][h + 1], a[1][h + 1], x[0][at], x[0][at + 1]);
+                    } else {
 #pragma unroll
-                    for (int e = 0; e < EIGHTS; ++e)
-                        mma<__half>(
-                            part[e], a[0][0], a[1][0], a[0][1], a[1][1], x[e][4 * j + 2 * h], x[e][4 * j + 2 * h + 1]);
+                        for (int i = 0; i < 2; ++i)
+                            mma<__half>(part[i], x[0][at], x[1][at], x[0][at + 1], x[1][at + 1], a[i][h], a[i][h + 1]);
+                    }
                 }
-                if (j % 2 == 0) tokens.template load<EIGHTS>(of_tokens, jj);
+                if (j % 2 == 0) of_tokens = tokens.template load<EIGHTS>(jj);
                 tokens.template add<EIGHTS>(part, of_tokens, j % 2, acc);
             }
         }

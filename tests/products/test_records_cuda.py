@@ -147,6 +147,11 @@ class TestFew:
             assert_quantized(name, (n, k, m), StagedFew(), np.float32, cupy, m == 3)
         assert_quantized(name, (272, 4096, 4), StagedFew(), np.float16, cupy, True)
 
+    @pytest.mark.parametrize("dtype", [*HALF, np.dtype("float32")], ids=str)
+    def test_quantized_tokens_as_rows(self, cupy, dtype):
+        """More than 8 tokens of nvfp4: an odd number of k-tiles, and three tiles of rows for a warp."""
+        assert_quantized("nvfp4", (17408, 1152, 13), StagedFew(), dtype, cupy, True)
+
     @pytest.mark.parametrize("name", IN_HALVES)
     def test_quantized_tokens_in_two_halves(self, cupy, name):
         """Warps with half of their k-tiles or none, blocks that share k and such that do not; any types."""
@@ -295,6 +300,19 @@ def test_halves_of_tokens_of_any_size(cupy, name, n, route):
     for power in (2.0**-60, 2.0**100):
         multiply(x * np.float32(power), q, None, scaled)
         assert (scaled == y * np.float32(power)).all()
+
+
+@pytest.mark.parametrize("m", [8, 12])
+def test_nvfp4_with_tokens_of_any_size(cupy, m):
+    """A power of two of small or large tokens changes no bit but those of exponents."""
+    q, x = weight("nvfp4", (41, 768), cupy), tokens((m, 768), np.float32, cupy)
+    problem = Problem(q.format, q.shape, m, x.dtype, device(0), True, stored(q), "q8_1")
+    y, scaled = cupy.empty((2, m, 41), np.float32)
+    multiply = StagedFew().prepare(problem)
+    multiply(x, q, None, y)
+    for power in (2.0**-80, 2.0**100):
+        multiply(x * np.float32(power), q, None, scaled)
+        assert (scaled == y * np.float32(power)).all() and cupy.isfinite(scaled).all()
 
 
 @pytest.mark.parametrize("name", ["q2_k", "q6_k", "iq3_s"])

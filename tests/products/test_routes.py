@@ -468,17 +468,25 @@ def test_ternary_weights_have_one_contract_whatever_their_size(granularity, acti
         ("q6_k", None, ("records", "records")),
         ("q4_1", "q8_1", ("staged_columns", *("staged_stream",) * 3)),
         *((name, "q8_1", ("staged_stream",) * 4) for name in ("iq4_nl", "mxfp4", "iq4_xs")),
-        ("nvfp4", "q8_1", ("staged_columns", "staged_small_batch", "staged_small_batch", "staged_halves")),
+        ("nvfp4", "q8_1", ("staged_columns", *("staged_small_batch",) * 3)),
         ("q6_k", "q8_1", ("staged_records",) * 4),
     ],
 )
 def test_few_tokens_of_gguf_types(format, activations, taken):
     """Fragments where there are any, those of one quantized token, too; codes in place or integers of records where
-    more of them make these slower, and two halves of a token where that is as fast as floats.
+    more of them make these slower.
     """
     for tokens, name in zip((1, 8, 16, 4), taken, strict=False):
         problem = Problem(kb.get_format(format), (28672, 8192), tokens, HALF, device("H200"), activations=activations)
         assert choices(problem, LINEAR)[0].route.name == name
+
+
+def test_two_tokens_in_two_halves():
+    """That is as fast as floats; from three on their integers, scaled after they are added up, are faster."""
+    for shape in ((28672, 8192), (8192, 8192)):
+        for tokens, taken in ((2, "staged_halves"), (3, "staged_small_batch")):
+            problem = Problem(kb.get_format("nvfp4"), shape, tokens, HALF, device("H200"), activations="q8_1")
+            assert choices(problem, LINEAR)[0].route.name == taken
 
 
 def test_one_quantized_token_of_less_rows():

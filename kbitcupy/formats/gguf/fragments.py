@@ -167,6 +167,7 @@ FRAGMENTS = {
             (*_FP4, *(-v for v in _FP4)),
             scales="scales",
             blocked=True,
+            paired=True,
             columns=True,
             tensor_scale="scale",
         ),
