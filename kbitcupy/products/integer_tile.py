@@ -53,6 +53,8 @@ DECODERS, ROW_NIBBLES = {8: "Bytes", 4: "Nibbles", 2: "Trits"}, "RowNibbles"
 UNITS = (0, STAGE_K, 64, 32)
 # Bytes of shared memory of a thread block; where the ring starts at most behind the beginning of its memory.
 _ROOM, _ALIGNED, _MOST_STAGES = 227 << 10, 1024, 16
+# Tokens of a box of results and bytes of a row of it, those of the rows of a warpgroup.
+_CHUNK_TOKENS, _LINE = 32, 128
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,10 @@ class Cut:
         size = self.boxes(bits) * (STAGE_K * (self.tokens + self.rows * bits // 8) + scales)
         return -(-size // _ALIGNED) * _ALIGNED
 
+    def buffers(self, unit: int) -> int:
+        """Of a warpgroup, for lines of 16-bit results: as many as there is memory for beside the ring, or none."""
+        return 0 if self.tokens < 256 else 4 if unit else 2
+
     def table_bytes(self, unit: int) -> int:
         """Scales and zero points of weights."""
         return SIZES.TABLES * SIZES.TABLE_UNITS * 8 * (self.rows + 4) if unit else 0
@@ -154,7 +160,8 @@ class Cut:
         """Of the ring, beside what the kernel declares by name."""
         # Barriers, factors and sums of tokens, and what turns results.
         of_tokens = self.tokens * (8 if Codes(bits, unit, each=each).whole else 4)
-        named = 16 * _MOST_STAGES + self.row_groups * (of_tokens + 4096)
+        turned = max(self.buffers(unit), 1) * _CHUNK_TOKENS * _LINE
+        named = 16 * _MOST_STAGES + self.row_groups * (of_tokens + turned)
         room = _ROOM - _ALIGNED - named - self.table_bytes(unit)
         fitting = min(room // self.stage_bytes(bits, each), _MOST_STAGES)
         return fitting // self.k_groups * self.k_groups
@@ -286,7 +293,7 @@ def _templates() -> Iterator[Template]:
 
 register_templates(_templates)
 _MAP = _tma.MAP_BYTES
-_SIGNATURE = (_MAP, _MAP, _MAP, *("p",) * 6, *("i8",) * 4, *("i4",) * 7)
+_SIGNATURE = (*(_MAP,) * 4, *("p",) * 6, *("i8",) * 4, *("i4",) * 7)
 
 
 @functools.cache
@@ -306,10 +313,13 @@ class Plan(Planned):
         Of the weight.
     boxes : tuple of int
         Tokens of a box; rows and bytes of one of weights; times `STAGE_K` of a stage.
+    lines : bool
+        Whether results are stored in boxes, where they are aligned.
     """
 
     codes: Codes
     boxes: tuple[int, int, int, int]
+    lines: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -319,10 +329,10 @@ def plan(dtype: np.dtype, tokens: int, rows: int, codes: Codes, device: int, cut
     blocks = cut.tiles(tokens, rows) * (2 if cut.halves(codes) else 1)
     if cut.k_groups == 1:
         blocks = min(blocks, ready.resident)
-    boxes = cut.boxes(codes.bits)
-    return Plan(
-        ready.launch, (blocks, 1, 1), codes, (cut.tokens // cut.share, cut.rows, boxes * codes.row_bytes, boxes)
-    )
+    together = cut.boxes(codes.bits)
+    boxes = cut.tokens // cut.share, cut.rows, together * codes.row_bytes, together
+    lines = dtype.itemsize == 2 and cut.buffers(codes.unit) > 0
+    return Plan(ready.launch, (blocks, 1, 1), codes, boxes, lines)
 
 
 _NO_MAP = bytes(_MAP)
@@ -332,6 +342,13 @@ def _scales_map(address: int, pitch: int, depth: int, boxes: int, part: int) -> 
     """That of scales of tokens [ceil(K / 32), pitch], of a stage and a part of tokens."""
     rows, together = -(-depth // SIZES.EACH_K), boxes * STAGE_K // SIZES.EACH_K
     return _tma.byte_matrix(address, rows, 4 * pitch, 4 * pitch, together, 4 * part, False)
+
+
+def _results_map(address: int, tokens: int, rows: int) -> bytes:
+    """That of 16-bit results [tokens, rows], none where their rows do not start at multiples of 16 bytes."""
+    if address % MOST_ALIGNED or 2 * rows % MOST_ALIGNED:
+        return _NO_MAP
+    return _tma.byte_matrix(address, tokens, 2 * rows, 2 * rows, _CHUNK_TOKENS, _LINE)
 
 
 def launch(
@@ -387,6 +404,7 @@ def launch(
             _tma.byte_matrix(a, tokens, pitch, pitch, of_tokens),
             _tma.byte_matrix(weight, rows, row_bytes, row_bytes, of_rows, of_bytes),
             scales,
+            _results_map(out.data.ptr, tokens, rows) if plan.lines else _NO_MAP,
             out.data.ptr,
             token_sum,
             token_scale,

@@ -17,12 +17,12 @@
 #include "linear/integer_beside.cuh"
 #include "linear/integer_chunks.cuh"
 #include "linear/integer_pairs.cuh"
+#include "linear/integer_results.cuh"
 
 // Of the host (kbitcupy/products/integer_tile.py), ahead of this source: STAGE_K of a stage, EACH_K that share a scale
 // of a token where it has several; TABLE_UNITS of a row whose scales are copied together, to one of TABLES; and how
 // numbers beside codes are stored, scales FLOAT32_SCALES, FLOAT16_SCALES, BFLOAT16_SCALES, or ANY_FLOAT16_SCALES, which
 // count even where they are not positive; zero points NO_POINTS, INT32_POINTS, INT8_POINTS, UINT8_POINTS.
-constexpr int CHUNK_TOKENS = 32;           // that a warp stores at a time
 constexpr int COPIERS = WARPGROUP - WARP;  // threads that copy scales and zero points
 
 // ---- the parts of a thread block -----------------------------------------------------------------------------------
@@ -55,6 +55,10 @@ struct Tiling {
     static constexpr bool IN_TURNS = IN_CHUNKS && UNIT == STAGE_K && Decoder::BITS == 4;
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
     static constexpr bool AHEAD = WARPGROUPS == 2 || UNIT == 0;
+    // Buffers of a warpgroup for results of 16 bits, as many as there is memory for: 0 where each warp stores its own.
+    static constexpr int BUFFERS = TOKENS < 256 ? 0 : UNIT == 0 ? 2 : 4;
+    // Whether scales of tokens, and sums of their codes, are copied while a tile is multiplied.
+    static constexpr bool EARLY = TOKENS == 256 && !EACH;
     // Scales of each token in STAGE_K.
     static constexpr int NUMBERS = EACH ? STAGE_K / EACH_K : 0;
     // A stage: BOXES of tokens, codes, numbers of the first part of tokens and then of others.
@@ -352,60 +356,6 @@ __device__ __forceinline__ void add_parts(A (&sum)[S::SUMS], unsigned ring, int 
             }
 }
 
-// ---- results -------------------------------------------------------------------------------------------------------
-
-// Where a warp writes 16 rows of the weight, neighbours of a row of y. 16-bit results are turned in shared memory, 32
-// tokens at a time; float32 ones of eight rows are whole sectors as they are.
-template <typename T>
-struct Results {
-    T* y;                    // [tokens, rows]
-    long long tokens, rows;  // of all
-    bool aligned;            // whether rows of y start at multiples of 16 bytes
-    unsigned staged;         // 1 KB of shared memory of this warp
-
-    // Results of tokens from `token` on, of which the tile has them from `begin` on; v as sums of wgmma are laid out.
-    __device__ __forceinline__ void store(
-        const float (&v)[CHUNK_TOKENS / 2], long long token, long long row, int lane) const {
-        const int g = lane / 4, t = lane % 4;
-        if constexpr (sizeof(T) == 2) {
-            __syncwarp();  // what was there has been read
-#pragma unroll
-            for (int j = 0; j < CHUNK_TOKENS / 16; ++j) {
-                unsigned word[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) word[i] = Word<T>::pack(v[8 * j + 2 * i], v[8 * j + 2 * i + 1]);
-                const unsigned of = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
-                store_transposed(staged + (16 * j + of) * 32 + ((half ^ (of >> 2 & 1)) << 4), word);
-            }
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < CHUNK_TOKENS / 16; ++i) {
-                const unsigned of = 16 * i + lane / 2, half = lane % 2;
-                const uint4 four = shared_at<uint4>(staged + of * 32 + ((half ^ (of >> 2 & 1)) << 4));
-                const long long m = token + of, n = row + 8 * half;
-                if (m >= tokens || n >= rows) continue;
-                T* target = y + m * rows + n;
-                if (aligned) {
-                    *reinterpret_cast<uint4*>(target) = four;
-                } else {
-                    const unsigned word[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                    for (int e = 0; e < 8; ++e)
-                        if (n + e < rows) target[e] = Word<T>::element(word[e / 2], e % 2);
-                }
-            }
-        } else {
-            T* const target = y + (token + 2 * t) * rows + row + g;
-            const int first = static_cast<int>(min(tokens - token, static_cast<long long>(CHUNK_TOKENS))) - 2 * t;
-#pragma unroll
-            for (int j = 0; j < CHUNK_TOKENS / 2; ++j) {
-                const int m = j / 4 * 8 + j % 2, n = j / 2 % 2 * 8;
-                if (m < first && row + g + n < rows) target[m * rows + n] = v[j];
-            }
-        }
-    }
-};
-
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
 // Decoder                  of the weights
@@ -430,6 +380,8 @@ __global__ void __cluster_dims__(SHARE)
                 w_map,  // codes [rows, bytes], boxes of BOXES * ROW_BYTES x the rows of a tile
             // EACH: float32 [ceil(K / EACH_K), tokens or more], scales of tokens
             const __grid_constant__ TensorMap e_map,
+            // TOKENS = 256: y of 16 bits as bytes, boxes of 128 x CHUNK_TOKENS, where rows start at multiples of 16
+            const __grid_constant__ TensorMap y_map,
             T* __restrict__ y,                      // [tokens, rows]
             const int* __restrict__ token_sum,      // [tokens] of their codes, where Decoder wants them added, or null
             const float* __restrict__ token_scale,  // [tokens], or [1] where token_step is 0; not of EACH
@@ -448,7 +400,8 @@ __global__ void __cluster_dims__(SHARE)
     __shared__ alignas(8) unsigned long long barriers[2 * STAGES + 2 * TABLES];
     __shared__ float factors[ROW_GROUPS][TOKENS];
     __shared__ int of_tokens[Decoder::SHIFT > 0 ? ROW_GROUPS : 1][Decoder::SHIFT > 0 ? TOKENS : 1];
-    __shared__ uint4 turned[sizeof(T) == 2 ? 4 * ROW_GROUPS : 1][CHUNK_TOKENS * 2];
+    using Stored = Results<T, sizeof(T) == 2 ? S::BUFFERS : 0>;
+    __shared__ alignas(Stored::ALIGNED) unsigned char turned[ROW_GROUPS][Stored::STAGED];
     // The swizzle counts in units of 1024 bytes from address 0.
     Stages<S> ring{{opaque((shared_address(memory) + 1023u) & ~1023u), opaque(shared_address(barriers))}};
     Tables<S> tables{ring.data(STAGES), ring.barriers + 8 * 2 * STAGES};
@@ -526,9 +479,9 @@ __global__ void __cluster_dims__(SHARE)
         typename Decoder::Zero point;
         point.flip(lowest < 0);
         float* const token_factors = factors[row_group];
-        const Results<T> results{
-            y, tokens, rows, is_aligned(y) && rows * sizeof(T) % 16 == 0,
-            shared_address(turned[sizeof(T) == 2 ? 4 * row_group + warp : 0])};
+        const Stored results{
+            {y, &y_map, tokens, rows, is_aligned(y) && rows * sizeof(T) % 16 == 0, shared_address(turned[row_group]),
+             row_group}};
         ring.step(k_group);
         const int turn = S::IN_TURNS ? __shfl_sync(FULL_WARP, row_group, 0) : 0;
         if (S::IN_TURNS && turn == 1) give_turn(turn);
@@ -536,6 +489,7 @@ __global__ void __cluster_dims__(SHARE)
             int token, row;
             tile_at(number, token, row);
             row += of_tile;
+            const int offset = S::IN_CHUNKS && number > halved && (number - halved) % 2 ? TOKENS / 2 : 0;
             auto own = [&](int i) { return min(row + g + 8 * i, last_row); };
             float factor[2] = {};
             auto take = [&] {
@@ -545,12 +499,26 @@ __global__ void __cluster_dims__(SHARE)
                     factor[i] = beside.scale_at(at), point.take(i, beside.points_at(at));
                 }
             };
+            const int thread = threadIdx.x % WARPGROUP;
+            if constexpr (S::EARLY) {
+                wait_for_previous();
+                for (int i = thread; i < TOKENS; i += WARPGROUP) {
+                    const bool there = token + offset + i < tokens, summed = there && token_sum != nullptr;
+                    const long long m = there ? token + offset + i : 0;
+                    const float* const factor = token_scale + m * token_step;
+                    copy_async_or_zero<4>(shared_address(token_factors + i), factor, there ? 4 : 0);
+                    if constexpr (Decoder::SHIFT > 0) {
+                        const void* const of_token = summed ? static_cast<const void*>(token_sum + m) : factor;
+                        copy_async_or_zero<4>(shared_address(of_tokens[row_group] + i), of_token, summed ? 4 : 0);
+                    }
+                }
+                commit_copies();
+            }
             if constexpr (UNIT == 0 && Decoder::SHIFT == 0) take();
             int sum[S::SUMS];
             float total[S::TILES * S::SUMS] = {};
             bool half = false;
             if constexpr (S::IN_CHUNKS) {
-                const int offset = number > halved && (number - halved) % 2 ? TOKENS / 2 : 0;
                 half = number >= halved || token + TOKENS / 2 >= tokens;
                 if (half)
                     multiply_chunks<S, false>(
@@ -571,19 +539,24 @@ __global__ void __cluster_dims__(SHARE)
                 if (k_group > 0) break;
             }
             if constexpr (Decoder::SHIFT > 0) take();  // here, where registers are free again
-            wait_for_previous();                       // the scales of the tokens are there
             const Rescaling rescaling{token_scale, nullptr, bias, bias_kind};
-            for (int i = threadIdx.x % WARPGROUP; i < TOKENS && !EACH; i += WARPGROUP)
-                token_factors[i] =
-                    token + i < tokens ? rescaling.of_token(static_cast<long long>(token + i) * token_step) : 0.0f;
-            for (int i = threadIdx.x % WARPGROUP; i < TOKENS && Decoder::SHIFT > 0; i += WARPGROUP)
-                of_tokens[row_group][i] =
-                    token_sum != nullptr && token + i < tokens ? load_written(token_sum + token + i) : 0;
+            if constexpr (S::EARLY) {
+                wait_copies<0>();
+                for (int i = thread; i < TOKENS; i += WARPGROUP) token_factors[i] = usable(token_factors[i]);
+            } else {
+                wait_for_previous();  // the scales of the tokens are there
+                for (int i = thread; i < TOKENS && !EACH; i += WARPGROUP)
+                    token_factors[i] =
+                        token + i < tokens ? rescaling.of_token(static_cast<long long>(token + i) * token_step) : 0.0f;
+                for (int i = thread; i < TOKENS && Decoder::SHIFT > 0; i += WARPGROUP)
+                    of_tokens[row_group][i] =
+                        token_sum != nullptr && token + i < tokens ? load_written(token_sum + token + i) : 0;
+            }
 #pragma unroll
             for (int r = 0; r < S::TILES; ++r) {
                 if (r > 0) row += 64;
                 const float added[2] = {rescaling.bias_of(own(0)), rescaling.bias_of(own(1))};
-                if (r == 0) warpgroup_sync(row_group);
+                if (r == 0) results.begin(), warpgroup_sync(row_group);
 #pragma unroll
                 for (int c = 0; c < TOKENS / CHUNK_TOKENS; ++c) {
                     if (token + c * CHUNK_TOKENS >= tokens || (half && c * CHUNK_TOKENS >= TOKENS / 2)) break;
@@ -603,12 +576,13 @@ __global__ void __cluster_dims__(SHARE)
                             v[j] = Rescaling::apply(exact, e, factor[i], added[i]);
                         }
                     }
-                    results.store(v, token + c * CHUNK_TOKENS, row, lane);
+                    results.store(v, c, token + c * CHUNK_TOKENS, row, lane);
                 }
             }
             warpgroup_sync(row_group);  // factors are read
             if constexpr (K_GROUPS > 1) break;
         }
+        results.finish();
     }
     if constexpr (SHARE > 1) cluster_arrive_relaxed(), cluster_wait();  // others may still arrive at barriers here
 }
