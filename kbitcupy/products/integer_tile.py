@@ -37,6 +37,7 @@ SIZES = Constants(
     EACH_K=32,
     TABLE_UNITS=8,
     TABLES=3,
+    PART_FLAGS=1024,
     FLOAT32_SCALES=0,
     FLOAT16_SCALES=1,
     BFLOAT16_SCALES=2,
@@ -46,7 +47,7 @@ SIZES = Constants(
     INT8_POINTS=2,
     UINT8_POINTS=3,
 )
-STAGE_K = SIZES.STAGE_K
+STAGE_K, FLAGS = SIZES.STAGE_K, 4 * SIZES.PART_FLAGS
 #: Its decoders, by the bits of a code; of 4 bits where a row has one zero point, and a token one scale.
 DECODERS, ROW_NIBBLES = {8: "Bytes", 4: "Nibbles", 2: "Trits"}, "RowNibbles"
 #: Elements that share a scale: those of a row, whole stages, or parts of one.
@@ -186,6 +187,20 @@ class Cut:
         """Whether sums come for a part of the tokens at a time, and the last tiles are halves."""
         return self.tokens == _CHUNKED and bool(codes.group) and not codes.each
 
+    def part_stages(self, tokens: int, rows: int, depth: int, codes: Codes, blocks: int) -> int:
+        """Stages of a cluster of the last tiles, where `blocks` multiply those together; else 0."""
+        if self.tokens != _CHUNKED or codes.each or codes.unit not in (0, STAGE_K):
+            return 0
+        clusters, stages = blocks // self.share, -(-depth // STAGE_K)
+        rest = self.tiles(tokens, rows) // self.share % clusters
+        alone = stages * (_HALF if self.halves(codes) and 2 * rest <= clusters else 1.0)
+        part = max(-(-rest * stages // clusters), _LEAST_PART)
+        return part if rest and blocks * self.row_groups <= SIZES.PART_FLAGS and part + _ADDING < alone else 0
+
+    def part_bytes(self, blocks: int) -> int:
+        """Memory for sums of parts: a block leaves one, behind flags."""
+        return FLAGS + 4 * blocks * 64 * self.row_groups * self.tokens
+
     def keeps(self, codes: Codes) -> bool:
         """Whether what shares a scale of a row is added up in one integer: parts of k have stages in turns."""
         at_once = self.halves(codes) or self.pairs
@@ -222,6 +237,9 @@ _SUMS, _START, _FRACTION = 2.2e-5, 7.0, 0.85
 _STAGE[4][PAIRS] = 0.45
 # The tokens of a cut whose sums come for some of them at a time, and the first two of these numbers there.
 _CHUNKED, _CHUNKED_STAGE, _CHUNKED_SUMS = 256, 0.72, 1.25e-5
+# The last tiles: what halves of their tokens take; the least stages of a part, and those in the time of which parts are
+# added.
+_HALF, _LEAST_PART, _ADDING = 0.62, 8, 6
 # Microseconds to quantize an element of many tokens.
 _QUANTIZED = 3e-6
 
@@ -293,7 +311,7 @@ def _templates() -> Iterator[Template]:
 
 register_templates(_templates)
 _MAP = _tma.MAP_BYTES
-_SIGNATURE = (*(_MAP,) * 4, *("p",) * 6, *("i8",) * 4, *("i4",) * 7)
+_SIGNATURE = (*(_MAP,) * 4, *("p",) * 6, *("i8",) * 4, "p", *("i4",) * 8)
 
 
 @functools.cache
@@ -315,24 +333,29 @@ class Plan(Planned):
         Tokens of a box; rows and bytes of one of weights; times `STAGE_K` of a stage.
     lines : bool
         Whether results are stored in boxes, where they are aligned.
+    part_stages, part_bytes : int
+        Stages of each cluster of tiles that are multiplied together, and memory for their sums, or 0.
     """
 
     codes: Codes
     boxes: tuple[int, int, int, int]
     lines: bool
+    part_stages: int
+    part_bytes: int
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(dtype: np.dtype, tokens: int, rows: int, codes: Codes, device: int, cut: Cut, early: bool) -> Plan:
+def plan(dtype: np.dtype, tokens: int, rows: int, depth: int, codes: Codes, device: int, cut: Cut, early: bool) -> Plan:
     """How a product is computed, its kernel compiled. `early`: what is ahead writes nothing but tokens."""
     ready = _kernel(dtype.name, cut, codes.bits, codes.unit, codes.each, early).ready(device)
-    blocks = cut.tiles(tokens, rows) * (2 if cut.halves(codes) else 1)
+    part = cut.part_stages(tokens, rows, depth, codes, ready.resident)
+    blocks = ready.resident if part else cut.tiles(tokens, rows) * (2 if cut.halves(codes) else 1)
     if cut.k_groups == 1:
         blocks = min(blocks, ready.resident)
     together = cut.boxes(codes.bits)
     boxes = cut.tokens // cut.share, cut.rows, together * codes.row_bytes, together
     lines = dtype.itemsize == 2 and cut.buffers(codes.unit) > 0
-    return Plan(ready.launch, (blocks, 1, 1), codes, boxes, lines)
+    return Plan(ready.launch, (blocks, 1, 1), codes, boxes, lines, part, cut.part_bytes(blocks) if part else 0)
 
 
 _NO_MAP = bytes(_MAP)
@@ -364,6 +387,7 @@ def launch(
     bias: Any | None,
     out: Any,
     depth: int,
+    parts: int,
 ) -> None:
     """Fill `out` from what lies at these addresses, of which `a` and `weight` are multiples of 16.
 
@@ -389,6 +413,8 @@ def launch(
         Of a type of the kernels.
     depth : int
         K.
+    parts : int
+        `Plan.part_bytes` at a multiple of 16, of which the first `FLAGS` are zeros; 0 where there are none.
     """
     rows = out.shape[-1]
     tokens, pitch = out.size // rows, -(-depth // PITCH) * PITCH
@@ -415,6 +441,8 @@ def launch(
             rows,
             depth,
             per_row,
+            parts,
+            plan.part_stages,
             max(codes.group // STAGE_K, 1),
             token_step,
             codes.scale_kind,
@@ -512,11 +540,17 @@ def _launches(
     blocks = -(-depth // SIZES.EACH_K) if codes.each else 1
     summed = codes.whole and part.added == ZERO_POINTS
     scales_at = tokens * tokens_of.pitch_of(depth)
-    behind = scales_at + 4 * blocks * padded
-    quantize = tokens_of.quantizing(given, tokens, depth, preset, known.layout, 0, summed, aligned, device)
-    product, step = plan(dtype, tokens, rows, codes, device, cut, True), padded if codes.each else 1
-    sums_at = behind if summed else 0
-    return Launches(quantize, product, part, behind + 4 * summed * padded, scales_at, sums_at, step), known.per_row
+    parts_at = scales_at + 4 * blocks * padded
+    product, step = plan(dtype, tokens, rows, depth, codes, device, cut, True), padded if codes.each else 1
+    behind = parts_at + product.part_bytes
+    # Flags are zeros, which what writes the scales ahead of them writes, too, where it can.
+    flags = FLAGS if product.part_bytes else 0
+    by_rows = flags > 0 and tokens_of.by_rows(depth, preset, known.layout, summed, aligned)
+    zeros = padded - tokens + flags // 4 if by_rows else 0
+    quantize = tokens_of.quantizing(given, tokens, depth, preset, known.layout, 0, summed, aligned, device, zeros)
+    size, sums_at = behind + 4 * summed * padded, behind if summed else 0
+    left = 0 if by_rows else flags
+    return Launches(quantize, product, part, size, scales_at, sums_at, step, parts_at, left), known.per_row
 
 
 def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> None:
@@ -538,7 +572,8 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
     scratch, scales, sums, step = made.start(x, address, tokens)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     zero = 0 if part.beside is None else q.planes[part.beside].data.ptr
-    launch(made.product, scratch.ptr, sums, scales, step, weight, scale, per_row, zero, bias, out, depth)
+    parts = scratch.ptr + made.zeros_at if made.product.part_bytes else 0
+    launch(made.product, scratch.ptr, sums, scales, step, weight, scale, per_row, zero, bias, out, depth, parts)
 
 
 class IntegerTile(Route):
