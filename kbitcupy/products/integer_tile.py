@@ -54,7 +54,7 @@ DECODERS, ROW_NIBBLES = {8: "Bytes", 4: "Nibbles", 2: "Trits"}, "RowNibbles"
 UNITS = (0, STAGE_K, 64, 32)
 # Bytes of shared memory of a thread block; where the ring starts at most behind the beginning of its memory.
 _ROOM, _ALIGNED, _MOST_STAGES = 227 << 10, 1024, 16
-# Tokens of a box of results and bytes of a row of it, those of the rows of a warpgroup.
+# Tokens of a buffer of results and bytes of a row of it, those of the rows of a warpgroup.
 _CHUNK_TOKENS, _LINE = 32, 128
 
 
@@ -331,15 +331,15 @@ class Plan(Planned):
         Of the weight.
     boxes : tuple of int
         Tokens of a box; rows and bytes of one of weights; times `STAGE_K` of a stage.
-    lines : bool
-        Whether results are stored in boxes, where they are aligned.
+    lines : int
+        Tokens of boxes in which results are stored, where they are aligned, or 0.
     part_stages, part_bytes : int
         Stages of each cluster of tiles that are multiplied together, and memory for their sums, or 0.
     """
 
     codes: Codes
     boxes: tuple[int, int, int, int]
-    lines: bool
+    lines: int
     part_stages: int
     part_bytes: int
 
@@ -354,7 +354,7 @@ def plan(dtype: np.dtype, tokens: int, rows: int, depth: int, codes: Codes, devi
         blocks = min(blocks, ready.resident)
     together = cut.boxes(codes.bits)
     boxes = cut.tokens // cut.share, cut.rows, together * codes.row_bytes, together
-    lines = dtype.itemsize == 2 and cut.buffers(codes.unit) > 0
+    lines = cut.buffers(codes.unit) // 2 * _CHUNK_TOKENS if dtype.itemsize == 2 else 0
     return Plan(ready.launch, (blocks, 1, 1), codes, boxes, lines, part, cut.part_bytes(blocks) if part else 0)
 
 
@@ -367,11 +367,11 @@ def _scales_map(address: int, pitch: int, depth: int, boxes: int, part: int) -> 
     return _tma.byte_matrix(address, rows, 4 * pitch, 4 * pitch, together, 4 * part, False)
 
 
-def _results_map(address: int, tokens: int, rows: int) -> bytes:
+def _results_map(address: int, tokens: int, rows: int, together: int) -> bytes:
     """That of 16-bit results [tokens, rows], none where their rows do not start at multiples of 16 bytes."""
     if address % MOST_ALIGNED or 2 * rows % MOST_ALIGNED:
         return _NO_MAP
-    return _tma.byte_matrix(address, tokens, 2 * rows, 2 * rows, _CHUNK_TOKENS, _LINE)
+    return _tma.byte_matrix(address, tokens, 2 * rows, 2 * rows, together, _LINE)
 
 
 def launch(
@@ -430,7 +430,7 @@ def launch(
             _tma.byte_matrix(a, tokens, pitch, pitch, of_tokens),
             _tma.byte_matrix(weight, rows, row_bytes, row_bytes, of_rows, of_bytes),
             scales,
-            _results_map(out.data.ptr, tokens, rows) if plan.lines else _NO_MAP,
+            _results_map(out.data.ptr, tokens, rows, plan.lines) if plan.lines else _NO_MAP,
             out.data.ptr,
             token_sum,
             token_scale,

@@ -40,7 +40,7 @@ template <typename T>
 struct Target {
     static constexpr int BYTES = 128 * CHUNK_TOKENS;
     T* y;                    // [tokens, rows]
-    const TensorMap* map;    // of its bytes, boxes of 128 x CHUNK_TOKENS in their swizzle, for lines of aligned rows
+    const TensorMap* map;    // of its bytes, boxes of 128 x tokens in their swizzle, for lines of aligned rows
     long long tokens, rows;  // of all
     bool aligned;            // whether rows of y start at multiples of 16 bytes
     unsigned staged;         // shared memory of this warpgroup, STAGED bytes at a multiple of ALIGNED
@@ -60,9 +60,9 @@ struct Results<T, 0> : Target<T> {
     __device__ __forceinline__ void begin() const {}
     __device__ __forceinline__ void finish() const {}
     // Chunk number c of a tile: tokens from `token` on, rows of this warp from `row` on; v as sums of wgmma are laid
-    // out.
+    // out. last: of a tile, beyond which there are no tokens.
     __device__ __forceinline__ void store(
-        const float (&v)[CHUNK_TOKENS / 2], int c, long long token, long long row, int lane) const {
+        const float (&v)[CHUNK_TOKENS / 2], int c, bool last, long long token, long long row, int lane) const {
         if constexpr (sizeof(T) == 2) {
             const unsigned own = this->staged + threadIdx.x % WARPGROUP / WARP * (Target<T>::BYTES / 4);
             auto place = [&](unsigned m, unsigned half) { return own + m * 32 + ((half ^ (m >> 2 & 1)) << 4); };
@@ -101,44 +101,42 @@ __device__ __forceinline__ void store_box(const TensorMap& map, int x, int y, un
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until at most PENDING of the boxes that this thread stores are still read in shared memory; until all are written.
-template <int PENDING>
-__device__ __forceinline__ void wait_boxes_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
+// Until the boxes that this thread stores have been read in shared memory; until they are written.
+__device__ __forceinline__ void wait_boxes_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void wait_boxes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// 16-bit results of a warpgroup, lines of 128 bytes of y, which TMA writes while the warps go on: from BUFFERS buffers
-// in turns.
+// 16-bit results of a warpgroup, lines of 128 bytes of y, which TMA writes while the warps go on: BUFFERS / 2 chunks
+// together, from one half of the buffers while the other is filled.
 template <typename T, int BUFFERS>
 struct Results : Target<T> {
-    static_assert(sizeof(T) == 2 && BUFFERS >= 2, "a buffer is filled while the one before is read");
+    static_assert(sizeof(T) == 2 && BUFFERS % 2 == 0, "two halves");
     using Target<T>::y, Target<T>::tokens, Target<T>::rows;
-    static constexpr int STAGED = BUFFERS * Target<T>::BYTES, ALIGNED = 1024;
+    static constexpr int STAGED = BUFFERS * Target<T>::BYTES, ALIGNED = 1024, MANY = BUFFERS / 2;
 
     __device__ __forceinline__ static bool first() { return threadIdx.x % WARPGROUP == 0; }
     __device__ __forceinline__ void begin() const {
-        if (first()) wait_boxes_read<0>();
+        if (first()) wait_boxes_read();
     }
     __device__ __forceinline__ void finish() const {
         if (first()) wait_boxes();
     }
     __device__ __forceinline__ void store(
-        const float (&v)[CHUNK_TOKENS / 2], int c, int token, int row, int lane) const {
-        const unsigned buffer = this->staged + c % BUFFERS * Target<T>::BYTES;
-        const unsigned warp = threadIdx.x % WARPGROUP / WARP;
-        auto place = [&](unsigned m, unsigned eight) { return buffer + m * 128 + ((eight ^ (m & 7)) << 4); };
-        turn_results<T>(v, lane, [&](unsigned m, unsigned half) { return place(m, 2 * warp + half); });
-        row -= 16 * warp;
+        const float (&v)[CHUNK_TOKENS / 2], int c, bool last, int token, int row, int lane) const {
+        const unsigned buffers = this->staged + c / MANY % 2 * MANY * Target<T>::BYTES;
+        const unsigned warp = threadIdx.x % WARPGROUP / WARP, before = c % MANY * CHUNK_TOKENS;
+        auto place = [&](unsigned m, unsigned eight) { return buffers + m * 128 + ((eight ^ (m & 7)) << 4); };
+        turn_results<T>(v, lane, [&](unsigned m, unsigned half) { return place(before + m, 2 * warp + half); });
+        if (c % MANY < MANY - 1 && !last) return;
+        row -= 16 * warp, token -= before;
         if (this->aligned) {
             fence_async_proxy();
-            if (first()) wait_boxes_read<BUFFERS - 2>();  // then the buffer of the next chunk is free
+            if (first()) wait_boxes_read();  // then the buffers of the next chunks are free
             warpgroup_sync(this->warpgroup);
-            if (first()) store_box(*this->map, row * static_cast<int>(sizeof(T)), token, buffer);
+            if (first()) store_box(*this->map, row * static_cast<int>(sizeof(T)), token, buffers);
         } else {
             warpgroup_sync(this->warpgroup);
-#pragma unroll
-            for (int i = 0; i < CHUNK_TOKENS / 16; ++i) {
+#pragma unroll 1
+            for (int i = 0; i < MANY * CHUNK_TOKENS / 16; ++i) {
                 const unsigned of = 16 * i + 4 * warp + lane / 8, eight = lane % 8;
                 const long long m = token + of, n = row + 8 * eight;
                 if (m < tokens && n < rows) store_some(y + m * rows + n, shared_at<uint4>(place(of, eight)), rows - n);

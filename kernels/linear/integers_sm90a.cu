@@ -383,7 +383,8 @@ __global__ void __cluster_dims__(SHARE)
                 w_map,  // codes [rows, bytes], boxes of BOXES * ROW_BYTES x the rows of a tile
             // EACH: float32 [ceil(K / EACH_K), tokens or more], scales of tokens
             const __grid_constant__ TensorMap e_map,
-            // TOKENS = 256: y of 16 bits as bytes, boxes of 128 x CHUNK_TOKENS, where rows start at multiples of 16
+            // TOKENS = 256: y of 16 bits as bytes, boxes of 128 x the tokens of half of the buffers, where rows start at
+            // multiples of 16
             const __grid_constant__ TensorMap y_map,
             T* __restrict__ y,                      // [tokens, rows]
             const int* __restrict__ token_sum,      // [tokens] of their codes, where Decoder wants them added, or null
@@ -438,7 +439,9 @@ __global__ void __cluster_dims__(SHARE)
     // the beginning of one and another of the tile before it, or one of them, or none. Or those from number `halved` on
     // are halves, where there are blocks for them.
     const int rest = tiles % stride, whole = tiles - rest;
-    auto own = [&] {
+    // The number of this cluster, which no register keeps while a tile is multiplied.
+    auto own = [] {
+        if constexpr (!S::TOGETHER) return static_cast<int>(blockIdx.x) / SHARE;
         int block;
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
         return block / SHARE;
@@ -620,7 +623,8 @@ __global__ void __cluster_dims__(SHARE)
                             v[j] = Rescaling::apply(exact, e, factor[i], added[i]);
                         }
                     }
-                    results.store(v, c, token + c * CHUNK_TOKENS, row, lane);
+                    const int next = token + (c + 1) * CHUNK_TOKENS;
+                    results.store(v, c, next >= tokens, next - CHUNK_TOKENS, row, lane);
                 }
             }
             warpgroup_sync(row_group);  // factors are read
