@@ -441,10 +441,10 @@ __global__ void __cluster_dims__(SHARE)
     const int rest = tiles % stride, whole = tiles - rest;
     // The number of this cluster, which no register keeps while a tile is multiplied.
     auto own = [] {
-        if constexpr (!S::TOGETHER) return static_cast<int>(blockIdx.x) / SHARE;
-        int block;
+        if constexpr (!S::TOGETHER) return static_cast<int>(blockIdx.x / SHARE);
+        unsigned block;
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-        return block / SHARE;
+        return static_cast<int>(block / SHARE);
     };
     const bool together = S::TOGETHER && part_stages > 0;
     const int halved = S::IN_CHUNKS && !together && 2 * rest <= stride ? whole : tiles;
@@ -474,7 +474,7 @@ __global__ void __cluster_dims__(SHARE)
             bool first = true;
             for (int number = own(); number < count; number += stride) {
                 if (!tile_at(number, token, row, begin, end)) continue;
-                fetch.tile(ring, token, row, begin, end, first);
+                fetch.tile(ring, token, row, begin, end, S::TOGETHER ? first : number == own());
                 first = false;
             }
         }
@@ -623,8 +623,8 @@ __global__ void __cluster_dims__(SHARE)
                             v[j] = Rescaling::apply(exact, e, factor[i], added[i]);
                         }
                     }
-                    const int next = token + (c + 1) * CHUNK_TOKENS;
-                    results.store(v, c, next >= tokens, next - CHUNK_TOKENS, row, lane);
+                    const bool last = token + (c + 1) * CHUNK_TOKENS >= tokens;
+                    results.store(v, c, last, token + c * CHUNK_TOKENS, row, lane);
                 }
             }
             warpgroup_sync(row_group);  // factors are read
