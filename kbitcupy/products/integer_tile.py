@@ -4,7 +4,8 @@ Codes of 8, 4 or 2 bits become bytes in registers, and integer tensor cores mult
 memory. Here stands what the kernel can take, how its work is cut, and how it is launched; and the route of the formats
 of `kbitcupy.formats.integer_codes`, in two launches: tokens are quantized, then multiplied. Sums are exact where all
 of a row is one unit, and so is the result; otherwise terms ``fl(fl(D) * e) * A``, or ``fl(D) * A`` where a token has
-one scale, are added by fma in the order of k, parts of k in theirs, and the scale of the token comes last.
+one scale, are added by fma in the order of k, parts of k in an order that the shape and the GPU decide, and the scale
+of the token comes last.
 """
 
 from __future__ import annotations

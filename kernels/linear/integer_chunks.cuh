@@ -82,9 +82,8 @@ __device__ __forceinline__ void give_turn(int warpgroup) {
 // multiply_stages. Tokens from number `offset` of the tile on: ALL of them, or half.
 template <typename S, bool ALL, typename Stages, typename Tables>
 __device__ __forceinline__ void multiply_chunks(
-    Stages& ring, Tables& tables, unsigned codes, unsigned numbers, int begin, int end, int group_stages,
-    int group, int group_end,
-    typename S::Decoder::Zero& zero, int warpgroup, int offset, float (&total)[S::SUMS]) {
+    Stages& ring, Tables& tables, unsigned codes, unsigned numbers, int begin, int end, int group_stages, int group,
+    int group_end, typename S::Decoder::Zero& zero, int warpgroup, int offset, float (&total)[S::SUMS]) {
     using Decoder = typename S::Decoder;
     constexpr int CHUNK = S::CHUNK, STEPS = 4 / S::UNITS, SUMS = CHUNK / 2;
     constexpr int CHUNKS = S::TOKENS / CHUNK / (ALL ? 1 : 2), PARTS = S::UNITS * CHUNKS;

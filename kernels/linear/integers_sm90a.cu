@@ -12,7 +12,8 @@
 // Those of a unit are scaled and added in float32, in the order of k; parts of K_GROUPS then in their order. EACH: so
 // are those of EACH_K k, of which each token has a scale. The contract is that of kbitcupy/products/integers.py and
 // kbitcupy/products/ternary.py. Tiles of 256 tokens whose sums are in float32 are multiplied as integer_chunks.cuh
-// says; where the last of them would leave half of the blocks or more without work, two blocks share each.
+// says. Where the last tiles of 256 tokens would leave many blocks without work, all multiply them together, parts of k
+// that are added as integer_parts.cuh says; or two blocks share each, half of the tokens each.
 #include "linear/int8.cuh"
 #include "linear/integer_beside.cuh"
 #include "linear/integer_chunks.cuh"
@@ -151,7 +152,8 @@ struct Neighbours {
     int thread;
 
     // ... of a tile, `units` for each row from `first_unit` on, a multiple of TABLE_UNITS; nothing for rows that there
-    // are not. A table is copied while the one before it is made ready. WORDS: scales are float32, and zero points int32, for which fewer instructions do.
+    // are not. A table is copied while the one before it is made ready. WORDS: scales are float32, and zero points
+    // int32, for which fewer instructions do.
     template <bool WORDS = false>
     __device__ __forceinline__ void tile(Tables<S>& tables, int row, int last_row, int first_unit, int units) const {
         const int u = thread % TABLE_UNITS, own = thread / TABLE_UNITS, rows = min(S::ROWS, last_row - row + 1);
@@ -383,8 +385,8 @@ __global__ void __cluster_dims__(SHARE)
                 w_map,  // codes [rows, bytes], boxes of BOXES * ROW_BYTES x the rows of a tile
             // EACH: float32 [ceil(K / EACH_K), tokens or more], scales of tokens
             const __grid_constant__ TensorMap e_map,
-            // TOKENS = 256: y of 16 bits as bytes, boxes of 128 x the tokens of half of the buffers, where rows start at
-            // multiples of 16
+            // TOKENS = 256: y of 16 bits as bytes, boxes of 128 x the tokens of half of the buffers, where rows start
+            // at multiples of 16
             const __grid_constant__ TensorMap y_map,
             T* __restrict__ y,                      // [tokens, rows]
             const int* __restrict__ token_sum,      // [tokens] of their codes, where Decoder wants them added, or null
@@ -393,10 +395,10 @@ __global__ void __cluster_dims__(SHARE)
             const void* __restrict__ zero,          // zero points beside them, as zero_kind says; or null
             const void* __restrict__ bias,          // [rows] of the type that bias_kind names, or null
             long long tokens, long long rows, long long depth,
-            long long per_row,  // scales of a row; 0 where all rows share one; below 2^31 in all
-            unsigned* __restrict__ parts,  // for sums of parts of tiles, see integer_parts.cuh; null where there are none
-            int part_stages,    // stages of a cluster of the tiles that are multiplied together; 0: there are none
-            int group_stages,   // UNIT = 128: stages that share a scale
+            long long per_row,      // scales of a row; 0 where all rows share one; below 2^31 in all
+            unsigned* const parts,  // flags, and room for sums of a block each: integer_parts.cuh
+            int part_stages,        // of a cluster, of tiles that are multiplied together; 0: there are none
+            int group_stages,       // UNIT = 128: stages that share a scale
             int token_step, int scale_kind, int zero_kind, int bias_kind,
             int lowest,    // of the codes, as they are stored
             int middle) {  // what stands for 0 where there are no zero points
@@ -435,9 +437,9 @@ __global__ void __cluster_dims__(SHARE)
         UNIT == STAGE_K ? (stages * BOXES - 1) / group_stages + 1 : stages * BOXES * S::SCALES;  // of a row
     const int tiles = static_cast<int>(order.along_m * order.along_n), stride = gridDim.x / SHARE;
     const Beside beside{scale, zero, scale_kind, zero_kind, lowest, middle, static_cast<unsigned>(per_row)};
-    // The last tiles, fewer than clusters, may be multiplied together: from number `whole` on each cluster has a part at
-    // the beginning of one and another of the tile before it, or one of them, or none. Or those from number `halved` on
-    // are halves, where there are blocks for them.
+    // The last tiles, fewer than clusters, may be multiplied together: from number `whole` on each cluster has a part
+    // at the beginning of one and another of the tile before it, or one of them, or none. Or those from number `halved`
+    // on are halves, where there are blocks for them.
     const int rest = tiles % stride, whole = tiles - rest;
     // The number of this cluster, which no register keeps while a tile is multiplied.
     auto own = [] {
@@ -454,7 +456,8 @@ __global__ void __cluster_dims__(SHARE)
         long long m, n;
         begin = 0, end = stages;
         if (together && number >= whole) {
-            const int first = own() * part_stages, last = min(first + part_stages, rest * stages), tile = first / stages;
+            const int first = own() * part_stages, last = min(first + part_stages, rest * stages);
+            const int tile = first / stages;
             begin = first - tile * stages, end = min(last - tile * stages, stages);
             if (number < whole + stride) begin = 0, end = last - (tile + 1) * stages, number = whole + tile + 1;
             else number = whole + tile;
@@ -516,7 +519,9 @@ __global__ void __cluster_dims__(SHARE)
         const int turn = S::IN_TURNS ? __shfl_sync(FULL_WARP, row_group, 0) : 0;
         if (S::IN_TURNS && turn == 1) give_turn(turn);
         const Parts<S::SUMS> others{parts, row_group};
-        auto number_of = [&](int cluster) { return (cluster * SHARE + static_cast<int>(rank)) * ROW_GROUPS + row_group; };
+        auto number_of = [&](int cluster) {
+            return (cluster * SHARE + static_cast<int>(rank)) * ROW_GROUPS + row_group;
+        };
         for (int number = own(); number < count; number += stride) {
             int token, row, begin, end;
             if (!tile_at(number, token, row, begin, end)) continue;
