@@ -54,15 +54,15 @@ struct Results;
 template <typename T>
 struct Results<T, 0> : Target<T> {
     using Target<T>::y, Target<T>::tokens, Target<T>::rows;
-    static constexpr int STAGED = sizeof(T) == 2 ? Target<T>::BYTES : 16, ALIGNED = 16;
+    static constexpr int STAGED = sizeof(T) == 2 ? Target<T>::BYTES : 16, ALIGNED = 16, MANY = 1;
 
     // Ahead of the first chunk of a tile, and of a barrier of the warpgroup; behind the last tile.
     __device__ __forceinline__ void begin() const {}
     __device__ __forceinline__ void finish() const {}
     // Chunk number c of a tile: tokens from `token` on, rows of this warp from `row` on; v as sums of wgmma are laid
-    // out. last: of a tile, beyond which there are no tokens.
+    // out. MANY come together.
     __device__ __forceinline__ void store(
-        const float (&v)[CHUNK_TOKENS / 2], int c, bool last, long long token, long long row, int lane) const {
+        const float (&v)[CHUNK_TOKENS / 2], int c, long long token, long long row, int lane) const {
         if constexpr (sizeof(T) == 2) {
             const unsigned own = this->staged + threadIdx.x % WARPGROUP / WARP * (Target<T>::BYTES / 4);
             auto place = [&](unsigned m, unsigned half) { return own + m * 32 + ((half ^ (m >> 2 & 1)) << 4); };
@@ -121,12 +121,12 @@ struct Results : Target<T> {
         if (first()) wait_boxes();
     }
     __device__ __forceinline__ void store(
-        const float (&v)[CHUNK_TOKENS / 2], int c, bool last, int token, int row, int lane) const {
+        const float (&v)[CHUNK_TOKENS / 2], int c, int token, int row, int lane) const {
         const unsigned buffers = this->staged + c / MANY % 2 * MANY * Target<T>::BYTES;
         const unsigned warp = threadIdx.x % WARPGROUP / WARP, before = c % MANY * CHUNK_TOKENS;
         auto place = [&](unsigned m, unsigned eight) { return buffers + m * 128 + ((eight ^ (m & 7)) << 4); };
         turn_results<T>(v, lane, [&](unsigned m, unsigned half) { return place(before + m, 2 * warp + half); });
-        if (c % MANY < MANY - 1 && !last) return;
+        if (c % MANY < MANY - 1) return;
         row -= 16 * warp, token -= before;
         if (this->aligned) {
             fence_async_proxy();
@@ -135,12 +135,11 @@ struct Results : Target<T> {
             if (first()) store_box(*this->map, row * static_cast<int>(sizeof(T)), token, buffers);
         } else {
             warpgroup_sync(this->warpgroup);
+            const unsigned n = threadIdx.x % 64, of = threadIdx.x % WARPGROUP / 64;
+            T* const target = y + token * rows + row + n;
 #pragma unroll 1
-            for (int i = 0; i < MANY * CHUNK_TOKENS / 16; ++i) {
-                const unsigned of = 16 * i + 4 * warp + lane / 8, eight = lane % 8;
-                const long long m = token + of, n = row + 8 * eight;
-                if (m < tokens && n < rows) store_some(y + m * rows + n, shared_at<uint4>(place(of, eight)), rows - n);
-            }
+            for (unsigned m = of; row + n < rows && m < MANY * CHUNK_TOKENS && token + m < tokens; m += WARPGROUP / 64)
+                target[m * rows] = shared_at<T>(place(m, n / 8) + n % 8 * sizeof(T));
         }
     }
 };

@@ -611,7 +611,8 @@ __global__ void __cluster_dims__(SHARE)
                 if (r == 0) results.begin(), warpgroup_sync(row_group);
 #pragma unroll
                 for (int c = 0; c < TOKENS / CHUNK_TOKENS; ++c) {
-                    if (token + c * CHUNK_TOKENS >= tokens || (half && c * CHUNK_TOKENS >= TOKENS / 2)) break;
+                    if (c % Stored::MANY == 0)
+                        if (token + c * CHUNK_TOKENS >= tokens || (half && c * CHUNK_TOKENS >= TOKENS / 2)) break;
                     float v[CHUNK_TOKENS / 2];
 #pragma unroll
                     for (int j = 0; j < CHUNK_TOKENS / 2; ++j) {
@@ -628,8 +629,7 @@ __global__ void __cluster_dims__(SHARE)
                             v[j] = Rescaling::apply(exact, e, factor[i], added[i]);
                         }
                     }
-                    const bool last = token + (c + 1) * CHUNK_TOKENS >= tokens;
-                    results.store(v, c, last, token + c * CHUNK_TOKENS, row, lane);
+                    results.store(v, c, token + c * CHUNK_TOKENS, row, lane);
                 }
             }
             warpgroup_sync(row_group);  // factors are read
