@@ -66,7 +66,7 @@ _ROW_SIZES = Constants(ROW_THREADS=512)
 _ROW_THREADS, _SIXTEEN = 256, 16
 _ROW_TEMPLATE = Template("linear/row_tokens.cu", "quantize_row_tokens", (_TYPES[:-1], CXX_BOOLS), structs=(_ROW_SIZES,))
 register_templates(_TEMPLATE, _ROW_TEMPLATE)
-_NUMBERS, _ROW_NUMBERS = ("i4",) * 6, ("i4",) * 2
+_NUMBERS, _ROW_NUMBERS = ("i4",) * 6, ("i4",) * 3
 _SIGNATURE, _ROW_SIGNATURE = (*("p",) * 4, _NUMBERS), (*("p",) * 3, _ROW_NUMBERS)
 # Threads of a part of a token, the most and the least: few blocks leave multiprocessors to the product that follows.
 _PART_THREADS, _LEAST_THREADS, _HALF = 512, 128, np.float32(0.5)
@@ -162,6 +162,8 @@ class Launches(Generic[PlanT]):
         place, and sums; 0 without sums.
     step : int
         From the scales of 32 elements to those of the next ones; 1 where tokens have one each.
+    zeros_at, zeros : int
+        Where the second one wants bytes to be 0 that the first one leaves as they are, and how many.
     """
 
     quantize: Quantizing
@@ -171,6 +173,8 @@ class Launches(Generic[PlanT]):
     scales_at: int
     sums_at: int = 0
     step: int = 1
+    zeros_at: int = 0
+    zeros: int = 0
 
     def start(self, x: Any, address: int, tokens: int) -> tuple[Any, int, int, int]:
         """Quantize tokens, or bring those of int8 into order, whose numbers are at that address.
@@ -182,6 +186,8 @@ class Launches(Generic[PlanT]):
         """
         scratch = _xp.allocate(self.size)
         codes = scratch.ptr
+        if self.zeros:
+            (scratch + self.zeros_at).memset_async(0, self.zeros)
         sums = codes + self.sums_at if self.sums_at else 0
         if isinstance(x, QuantizedArray):
             given = token_planes(x)[1]
@@ -190,6 +196,11 @@ class Launches(Generic[PlanT]):
         scales = codes + self.scales_at
         self.quantize.start(address, codes, scales, sums)
         return scratch, scales, sums, self.step
+
+
+def by_rows(depth: int, preset: str | None, layout: int, summed: bool, vector: bool) -> bool:
+    """Whether a block quantizes a row of floats, which then start at multiples of 16 bytes."""
+    return preset == "int8" and not summed and vector and depth % _SIXTEEN == 0 and layout in _OF_ROWS
 
 
 @functools.lru_cache(maxsize=4096)
@@ -203,13 +214,17 @@ def quantizing(
     summed: bool,
     vector: bool,
     device: int,
+    zeros: int = 0,
 ) -> Quantizing:
-    """How `quantize_into` quantizes, its kernel compiled; with `vector` x starts at a multiple of 16 bytes."""
+    """How `quantize_into` quantizes, its kernel compiled; with `vector` x starts at a multiple of 16 bytes.
+
+    Of `by_rows` there may be so many zeros, of 4 bytes, behind the scales.
+    """
     vector = vector and depth % 8 == 0
-    if preset == "int8" and not summed and vector and depth % _SIXTEEN == 0 and layout in _OF_ROWS:
+    if by_rows(depth, preset, layout, summed, vector):
         threads = _row_threads(depth, tokens > _MANY)
         kernel = _row_kernel(cxx_type(dtype), layout == NUMBERS.ROWS_SPLIT, threads)
-        numbers = packed(_ROW_NUMBERS, depth, pitch_of(depth))
+        numbers = packed(_ROW_NUMBERS, depth, pitch_of(depth), zeros)
         return Quantizing(kernel.ready(device).launch, (tokens, 1, 1), False, numbers)
     threads, parts = _cut(depth, preset != "int8" and (group != 0 or not summed), tokens > _MANY)
     cxx = "signed char" if preset is None else cxx_type(dtype)

@@ -4,7 +4,8 @@ Codes of 8, 4 or 2 bits become bytes in registers, and integer tensor cores mult
 memory. Here stands what the kernel can take, how its work is cut, and how it is launched; and the route of the formats
 of `kbitcupy.formats.integer_codes`, in two launches: tokens are quantized, then multiplied. Sums are exact where all
 of a row is one unit, and so is the result; otherwise terms ``fl(fl(D) * e) * A``, or ``fl(D) * A`` where a token has
-one scale, are added by fma in the order of k, parts of k in theirs, and the scale of the token comes last.
+one scale, are added by fma in the order of k, parts of k in an order that the shape and the GPU decide, and the scale
+of the token comes last.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SIZES = Constants(
     EACH_K=32,
     TABLE_UNITS=8,
     TABLES=3,
+    PART_FLAGS=1024,
     FLOAT32_SCALES=0,
     FLOAT16_SCALES=1,
     BFLOAT16_SCALES=2,
@@ -46,13 +48,15 @@ SIZES = Constants(
     INT8_POINTS=2,
     UINT8_POINTS=3,
 )
-STAGE_K = SIZES.STAGE_K
+STAGE_K, FLAGS = SIZES.STAGE_K, 4 * SIZES.PART_FLAGS
 #: Its decoders, by the bits of a code; of 4 bits where a row has one zero point, and a token one scale.
 DECODERS, ROW_NIBBLES = {8: "Bytes", 4: "Nibbles", 2: "Trits"}, "RowNibbles"
 #: Elements that share a scale: those of a row, whole stages, or parts of one.
 UNITS = (0, STAGE_K, 64, 32)
 # Bytes of shared memory of a thread block; where the ring starts at most behind the beginning of its memory.
 _ROOM, _ALIGNED, _MOST_STAGES = 227 << 10, 1024, 16
+# Tokens of a buffer of results and bytes of a row of it, those of the rows of a warpgroup.
+_CHUNK_TOKENS, _LINE = 32, 128
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,10 @@ class Cut:
         size = self.boxes(bits) * (STAGE_K * (self.tokens + self.rows * bits // 8) + scales)
         return -(-size // _ALIGNED) * _ALIGNED
 
+    def buffers(self, unit: int) -> int:
+        """Of a warpgroup, for lines of 16-bit results: as many as there is memory for beside the ring, or none."""
+        return 0 if self.tokens < 256 else 4 if unit else 2
+
     def table_bytes(self, unit: int) -> int:
         """Scales and zero points of weights."""
         return SIZES.TABLES * SIZES.TABLE_UNITS * 8 * (self.rows + 4) if unit else 0
@@ -154,7 +162,8 @@ class Cut:
         """Of the ring, beside what the kernel declares by name."""
         # Barriers, factors and sums of tokens, and what turns results.
         of_tokens = self.tokens * (8 if Codes(bits, unit, each=each).whole else 4)
-        named = 16 * _MOST_STAGES + self.row_groups * (of_tokens + 4096)
+        turned = max(self.buffers(unit), 1) * _CHUNK_TOKENS * _LINE
+        named = 16 * _MOST_STAGES + self.row_groups * (of_tokens + turned)
         room = _ROOM - _ALIGNED - named - self.table_bytes(unit)
         fitting = min(room // self.stage_bytes(bits, each), _MOST_STAGES)
         return fitting // self.k_groups * self.k_groups
@@ -178,6 +187,20 @@ class Cut:
     def halves(self, codes: Codes) -> bool:
         """Whether sums come for a part of the tokens at a time, and the last tiles are halves."""
         return self.tokens == _CHUNKED and bool(codes.group) and not codes.each
+
+    def part_stages(self, tokens: int, rows: int, depth: int, codes: Codes, blocks: int) -> int:
+        """Stages of a cluster of the last tiles, where `blocks` multiply those together; else 0."""
+        if self.tokens != _CHUNKED or codes.each or codes.unit not in (0, STAGE_K):
+            return 0
+        clusters, stages = blocks // self.share, -(-depth // STAGE_K)
+        rest = self.tiles(tokens, rows) // self.share % clusters
+        alone = stages * (_HALF if self.halves(codes) and 2 * rest <= clusters else 1.0)
+        part = max(-(-rest * stages // clusters), _LEAST_PART)
+        return part if rest and blocks * self.row_groups <= SIZES.PART_FLAGS and part + _ADDING < alone else 0
+
+    def part_bytes(self, blocks: int) -> int:
+        """Memory for sums of parts: a block leaves one, behind flags."""
+        return FLAGS + 4 * blocks * 64 * self.row_groups * self.tokens
 
     def keeps(self, codes: Codes) -> bool:
         """Whether what shares a scale of a row is added up in one integer: parts of k have stages in turns."""
@@ -215,6 +238,9 @@ _SUMS, _START, _FRACTION = 2.2e-5, 7.0, 0.85
 _STAGE[4][PAIRS] = 0.45
 # The tokens of a cut whose sums come for some of them at a time, and the first two of these numbers there.
 _CHUNKED, _CHUNKED_STAGE, _CHUNKED_SUMS = 256, 0.72, 1.25e-5
+# The last tiles: what halves of their tokens take; the least stages of a part, and those in the time of which parts are
+# added.
+_HALF, _LEAST_PART, _ADDING = 0.62, 8, 6
 # Microseconds to quantize an element of many tokens.
 _QUANTIZED = 3e-6
 
@@ -286,7 +312,7 @@ def _templates() -> Iterator[Template]:
 
 register_templates(_templates)
 _MAP = _tma.MAP_BYTES
-_SIGNATURE = (_MAP, _MAP, _MAP, *("p",) * 6, *("i8",) * 4, *("i4",) * 7)
+_SIGNATURE = (*(_MAP,) * 4, *("p",) * 6, *("i8",) * 4, "p", *("i4",) * 8)
 
 
 @functools.cache
@@ -306,23 +332,31 @@ class Plan(Planned):
         Of the weight.
     boxes : tuple of int
         Tokens of a box; rows and bytes of one of weights; times `STAGE_K` of a stage.
+    lines : int
+        Tokens of boxes in which results are stored, where they are aligned, or 0.
+    part_stages, part_bytes : int
+        Stages of each cluster of tiles that are multiplied together, and memory for their sums, or 0.
     """
 
     codes: Codes
     boxes: tuple[int, int, int, int]
+    lines: int
+    part_stages: int
+    part_bytes: int
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(dtype: np.dtype, tokens: int, rows: int, codes: Codes, device: int, cut: Cut, early: bool) -> Plan:
+def plan(dtype: np.dtype, tokens: int, rows: int, depth: int, codes: Codes, device: int, cut: Cut, early: bool) -> Plan:
     """How a product is computed, its kernel compiled. `early`: what is ahead writes nothing but tokens."""
     ready = _kernel(dtype.name, cut, codes.bits, codes.unit, codes.each, early).ready(device)
-    blocks = cut.tiles(tokens, rows) * (2 if cut.halves(codes) else 1)
+    part = cut.part_stages(tokens, rows, depth, codes, ready.resident)
+    blocks = ready.resident if part else cut.tiles(tokens, rows) * (2 if cut.halves(codes) else 1)
     if cut.k_groups == 1:
         blocks = min(blocks, ready.resident)
-    boxes = cut.boxes(codes.bits)
-    return Plan(
-        ready.launch, (blocks, 1, 1), codes, (cut.tokens // cut.share, cut.rows, boxes * codes.row_bytes, boxes)
-    )
+    together = cut.boxes(codes.bits)
+    boxes = cut.tokens // cut.share, cut.rows, together * codes.row_bytes, together
+    lines = cut.buffers(codes.unit) // 2 * _CHUNK_TOKENS if dtype.itemsize == 2 else 0
+    return Plan(ready.launch, (blocks, 1, 1), codes, boxes, lines, part, cut.part_bytes(blocks) if part else 0)
 
 
 _NO_MAP = bytes(_MAP)
@@ -332,6 +366,13 @@ def _scales_map(address: int, pitch: int, depth: int, boxes: int, part: int) -> 
     """That of scales of tokens [ceil(K / 32), pitch], of a stage and a part of tokens."""
     rows, together = -(-depth // SIZES.EACH_K), boxes * STAGE_K // SIZES.EACH_K
     return _tma.byte_matrix(address, rows, 4 * pitch, 4 * pitch, together, 4 * part, False)
+
+
+def _results_map(address: int, tokens: int, rows: int, together: int) -> bytes:
+    """That of 16-bit results [tokens, rows], none where their rows do not start at multiples of 16 bytes."""
+    if address % MOST_ALIGNED or 2 * rows % MOST_ALIGNED:
+        return _NO_MAP
+    return _tma.byte_matrix(address, tokens, 2 * rows, 2 * rows, together, _LINE)
 
 
 def launch(
@@ -347,6 +388,7 @@ def launch(
     bias: Any | None,
     out: Any,
     depth: int,
+    parts: int,
 ) -> None:
     """Fill `out` from what lies at these addresses, of which `a` and `weight` are multiples of 16.
 
@@ -372,6 +414,8 @@ def launch(
         Of a type of the kernels.
     depth : int
         K.
+    parts : int
+        `Plan.part_bytes` at a multiple of 16, of which the first `FLAGS` are zeros; 0 where there are none.
     """
     rows = out.shape[-1]
     tokens, pitch = out.size // rows, -(-depth // PITCH) * PITCH
@@ -387,6 +431,7 @@ def launch(
             _tma.byte_matrix(a, tokens, pitch, pitch, of_tokens),
             _tma.byte_matrix(weight, rows, row_bytes, row_bytes, of_rows, of_bytes),
             scales,
+            _results_map(out.data.ptr, tokens, rows, plan.lines) if plan.lines else _NO_MAP,
             out.data.ptr,
             token_sum,
             token_scale,
@@ -397,6 +442,8 @@ def launch(
             rows,
             depth,
             per_row,
+            parts,
+            plan.part_stages,
             max(codes.group // STAGE_K, 1),
             token_step,
             codes.scale_kind,
@@ -494,11 +541,17 @@ def _launches(
     blocks = -(-depth // SIZES.EACH_K) if codes.each else 1
     summed = codes.whole and part.added == ZERO_POINTS
     scales_at = tokens * tokens_of.pitch_of(depth)
-    behind = scales_at + 4 * blocks * padded
-    quantize = tokens_of.quantizing(given, tokens, depth, preset, known.layout, 0, summed, aligned, device)
-    product, step = plan(dtype, tokens, rows, codes, device, cut, True), padded if codes.each else 1
-    sums_at = behind if summed else 0
-    return Launches(quantize, product, part, behind + 4 * summed * padded, scales_at, sums_at, step), known.per_row
+    parts_at = scales_at + 4 * blocks * padded
+    product, step = plan(dtype, tokens, rows, depth, codes, device, cut, True), padded if codes.each else 1
+    behind = parts_at + product.part_bytes
+    # Flags are zeros, which what writes the scales ahead of them writes, too, where it can.
+    flags = FLAGS if product.part_bytes else 0
+    by_rows = flags > 0 and tokens_of.by_rows(depth, preset, known.layout, summed, aligned)
+    zeros = padded - tokens + flags // 4 if by_rows else 0
+    quantize = tokens_of.quantizing(given, tokens, depth, preset, known.layout, 0, summed, aligned, device, zeros)
+    size, sums_at = behind + 4 * summed * padded, behind if summed else 0
+    left = 0 if by_rows else flags
+    return Launches(quantize, product, part, size, scales_at, sums_at, step, parts_at, left), known.per_row
 
 
 def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> None:
@@ -520,7 +573,8 @@ def multiply(x: Any, preset: str, q: QuantizedArray, bias: Any, out: Any) -> Non
     scratch, scales, sums, step = made.start(x, address, tokens)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     zero = 0 if part.beside is None else q.planes[part.beside].data.ptr
-    launch(made.product, scratch.ptr, sums, scales, step, weight, scale, per_row, zero, bias, out, depth)
+    parts = scratch.ptr + made.zeros_at if made.product.part_bytes else 0
+    launch(made.product, scratch.ptr, sums, scales, step, weight, scale, per_row, zero, bias, out, depth, parts)
 
 
 class IntegerTile(Route):

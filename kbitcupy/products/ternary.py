@@ -578,14 +578,14 @@ def _multiply_tiled(
     plan = _tile(out.dtype, tokens, rows, depth, device)
     weight, scale = q.planes[part.codes].data.ptr, q.planes[part.scales].data.ptr
     of_rows = int(part.shares == "row")
-    integer_tile.launch(plan, a, sums, scales, each, weight, scale, of_rows, 0, bias, out, depth)
+    integer_tile.launch(plan, a, sums, scales, each, weight, scale, of_rows, 0, bias, out, depth, 0)
 
 
 @functools.lru_cache(maxsize=4096)
 def _tile(dtype: np.dtype, tokens: int, rows: int, depth: int, device: int) -> integer_tile.Plan:
     """The second launch of `_multiply_tiled`, its kernel compiled."""
     cut = integer_tile.choose(tokens, rows, depth, _CODES, multiprocessors(device))
-    return integer_tile.plan(dtype, tokens, rows, _CODES, device, cut, True)
+    return integer_tile.plan(dtype, tokens, rows, 0, _CODES, device, cut, True)
 
 
 def _multiply_groups(codes: Any, scales: Any, q: QuantizedArray, part: Trits, bias: Any, out: Any) -> None:

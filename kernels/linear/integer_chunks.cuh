@@ -77,12 +77,13 @@ __device__ __forceinline__ void give_turn(int warpgroup) {
     asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory");
 }
 
-// What a warpgroup multiplies of a tile; arguments as those of multiply_stages. Tokens from number `offset` of the tile
-// on: ALL of them, or half.
+// What a warpgroup multiplies of a tile, stages from `begin` to `end`, where UNIT is STAGE_K; else from 0 on. `group`
+// of the first stage, less a multiple of TABLE_UNITS, ends ahead of stage `group_end`. Other arguments are those of
+// multiply_stages. Tokens from number `offset` of the tile on: ALL of them, or half.
 template <typename S, bool ALL, typename Stages, typename Tables>
 __device__ __forceinline__ void multiply_chunks(
-    Stages& ring, Tables& tables, unsigned codes, unsigned numbers, int stages, int units, int group_stages,
-    typename S::Decoder::Zero& zero, int warpgroup, int offset, float (&total)[S::SUMS]) {
+    Stages& ring, Tables& tables, unsigned codes, unsigned numbers, int begin, int end, int group_stages, int group,
+    int group_end, typename S::Decoder::Zero& zero, int warpgroup, int offset, float (&total)[S::SUMS]) {
     using Decoder = typename S::Decoder;
     constexpr int CHUNK = S::CHUNK, STEPS = 4 / S::UNITS, SUMS = CHUNK / 2;
     constexpr int CHUNKS = S::TOKENS / CHUNK / (ALL ? 1 : 2), PARTS = S::UNITS * CHUNKS;
@@ -91,8 +92,6 @@ __device__ __forceinline__ void multiply_chunks(
     float scale[S::SCALES][2];
     unsigned a[4][4];
     int sum[2][SUMS];
-    int end = group_stages;  // of a group, in stages
-    unsigned group = 0;
     constexpr bool EARLY = S::UNITS == 1;  // whether there are registers for codes while the last sums are added
     unsigned raw[Decoder::RAW];
     auto fetch = [&] {
@@ -105,7 +104,7 @@ __device__ __forceinline__ void multiply_chunks(
         for (int s = 0; s < 4; ++s) {
             if (s % STEPS == 0) {
                 if constexpr (S::UNIT == STAGE_K) {
-                    if (stage == end) end += group_stages, ++group;
+                    if (stage == group_end) group_end += group_stages, ++group;
                     scales.take(group, scale[0], zero);
                 } else {
                     scales.take(stage * S::SCALES + s / STEPS, scale[s / STEPS], zero);
@@ -128,7 +127,7 @@ __device__ __forceinline__ void multiply_chunks(
     };
     const unsigned first_token = offset * STAGE_K / 16;
     if (EARLY) fetch();
-    for (int stage = 0; stage < stages; ++stage) {
+    for (int stage = begin; stage < end; ++stage) {
         decode(stage);
         // A descriptor but for its upper word, which is always the same.
         const unsigned x = static_cast<unsigned>(wgmma_descriptor(ring.data())) + first_token;
@@ -151,8 +150,8 @@ __device__ __forceinline__ void multiply_chunks(
         wgmma_wait<0>();
         release<S>(ring, ring.stage);
         ring.step(1);
-        if (EARLY && stage + 1 < stages) fetch();
+        if (EARLY && stage + 1 < end) fetch();
         add(PARTS - 1);
     }
-    scales.finish(units);
+    scales.finish(S::UNIT == STAGE_K ? group + 1 : end * S::SCALES);
 }

@@ -12,17 +12,19 @@
 // Those of a unit are scaled and added in float32, in the order of k; parts of K_GROUPS then in their order. EACH: so
 // are those of EACH_K k, of which each token has a scale. The contract is that of kbitcupy/products/integers.py and
 // kbitcupy/products/ternary.py. Tiles of 256 tokens whose sums are in float32 are multiplied as integer_chunks.cuh
-// says; where the last of them would leave half of the blocks or more without work, two blocks share each.
+// says. Where the last tiles of 256 tokens would leave many blocks without work, all multiply them together, parts of k
+// that are added as integer_parts.cuh says; or two blocks share each, half of the tokens each.
 #include "linear/int8.cuh"
 #include "linear/integer_beside.cuh"
 #include "linear/integer_chunks.cuh"
 #include "linear/integer_pairs.cuh"
+#include "linear/integer_parts.cuh"
+#include "linear/integer_results.cuh"
 
 // Of the host (kbitcupy/products/integer_tile.py), ahead of this source: STAGE_K of a stage, EACH_K that share a scale
 // of a token where it has several; TABLE_UNITS of a row whose scales are copied together, to one of TABLES; and how
 // numbers beside codes are stored, scales FLOAT32_SCALES, FLOAT16_SCALES, BFLOAT16_SCALES, or ANY_FLOAT16_SCALES, which
 // count even where they are not positive; zero points NO_POINTS, INT32_POINTS, INT8_POINTS, UINT8_POINTS.
-constexpr int CHUNK_TOKENS = 32;           // that a warp stores at a time
 constexpr int COPIERS = WARPGROUP - WARP;  // threads that copy scales and zero points
 
 // ---- the parts of a thread block -----------------------------------------------------------------------------------
@@ -55,6 +57,12 @@ struct Tiling {
     static constexpr bool IN_TURNS = IN_CHUNKS && UNIT == STAGE_K && Decoder::BITS == 4;
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
     static constexpr bool AHEAD = WARPGROUPS == 2 || UNIT == 0;
+    // Buffers of a warpgroup for results of 16 bits, as many as there is memory for: 0 where each warp stores its own.
+    static constexpr int BUFFERS = TOKENS < 256 ? 0 : UNIT == 0 ? 2 : 4;
+    // Whether scales of tokens, and sums of their codes, are copied while a tile is multiplied.
+    static constexpr bool EARLY = TOKENS == 256 && !EACH;
+    // Whether thread blocks may multiply tiles together: of smaller units that would take registers.
+    static constexpr bool TOGETHER = TOKENS == 256 && (UNIT == 0 || UNIT == STAGE_K);
     // Scales of each token in STAGE_K.
     static constexpr int NUMBERS = EACH ? STAGE_K / EACH_K : 0;
     // A stage: BOXES of tokens, codes, numbers of the first part of tokens and then of others.
@@ -93,18 +101,18 @@ struct Fetcher {
     static constexpr int PART = S::PART, ALL = (1 << S::SHARE) - 1;
     const TensorMap *x_map, *w_map, *e_map;
     unsigned rank;
-    int stages;
 
     __device__ __forceinline__ void weights(const Stages<S>& ring, unsigned s, int stage, int row) const {
         barrier_expect(ring.full(s), S::COPIED);
         copy_box(ring.data(s) + S::CODES_AT, w_map, stage * S::ROW_BYTES, row, ring.full(s));
     }
     // first: of the block. Then the weights of all stages do not wait for the tokens to be quantized.
-    __device__ __forceinline__ void tile(Stages<S>& ring, int token, int row, bool first) const {
-        const int ahead = first ? min(stages, S::STAGES) : 0;
-        for (int stage = 0; stage < ahead; ++stage) weights(ring, stage, stage, row);
+    __device__ __forceinline__ void tile(
+        Stages<S>& ring, int token, int row, int first_stage, int stages, bool first) const {
+        const int ahead = first ? min(stages, first_stage + S::STAGES) : first_stage;
+        for (int stage = first_stage; stage < ahead; ++stage) weights(ring, stage - first_stage, stage, row);
         if (first) wait_for_previous();
-        for (int stage = 0; stage < stages; ++stage) {
+        for (int stage = first_stage; stage < stages; ++stage) {
             const unsigned s = ring.stage;
             if (stage >= ahead) {
                 barrier_wait(ring.empty(s), ring.phase ^ 1);
@@ -143,16 +151,17 @@ struct Neighbours {
     const Beside& beside;
     int thread;
 
-    // ... of a tile, `units` for each row; nothing for rows that there are not. A table is copied while the one before
-    // it is made ready. WORDS: scales are float32, and zero points int32, for which fewer instructions do.
+    // ... of a tile, `units` for each row from `first_unit` on, a multiple of TABLE_UNITS; nothing for rows that there
+    // are not. A table is copied while the one before it is made ready. WORDS: scales are float32, and zero points
+    // int32, for which fewer instructions do.
     template <bool WORDS = false>
-    __device__ __forceinline__ void tile(Tables<S>& tables, int row, int last_row, int units) const {
+    __device__ __forceinline__ void tile(Tables<S>& tables, int row, int last_row, int first_unit, int units) const {
         const int u = thread % TABLE_UNITS, own = thread / TABLE_UNITS, rows = min(S::ROWS, last_row - row + 1);
         const unsigned step = STEP * beside.per_row, begin = static_cast<unsigned>(row + own) * beside.per_row;
         const unsigned to = u * S::TABLE_PITCH + own * 8;
         Tables<S> copied = tables;
         unsigned at = begin;
-        for (int first = 0; first < units + TABLE_UNITS; first += TABLE_UNITS) {
+        for (int first = first_unit; first < units + TABLE_UNITS; first += TABLE_UNITS) {
             const unsigned before = at;
             if (first < units) {
                 barrier_wait(copied.barrier(EMPTY, copied.stage), copied.phase ^ 1);
@@ -172,7 +181,7 @@ struct Neighbours {
                 copied.step(1);
             }
             commit_copies();
-            if (first == 0) continue;
+            if (first == first_unit) continue;
             wait_copies<1>();
             unsigned number = before, place = tables.data() + to;
             if constexpr (WORDS) {
@@ -209,8 +218,8 @@ __device__ __forceinline__ void finish(unsigned (&a)[N][4], const typename Decod
 // `factor` has the scales of rows g and g + 8, and `zero` their zero points, where all of a row have the same.
 template <typename S>
 __device__ __forceinline__ void multiply_stages(
-    Stages<S>& ring, Tables<S>& tables, unsigned codes, unsigned numbers, int stages, int units, int k_group,
-    int group_stages, typename S::Decoder::Zero& zero, float (&factor)[2], int (&sum)[S::SUMS],
+    Stages<S>& ring, Tables<S>& tables, unsigned codes, unsigned numbers, int first_stage, int stages, int units,
+    int k_group, int group_stages, typename S::Decoder::Zero& zero, float (&factor)[2], int (&sum)[S::SUMS],
     float (&total)[S::SUMS]) {
     using Decoder = typename S::Decoder;
     const int lane = threadIdx.x % WARP;
@@ -243,7 +252,7 @@ __device__ __forceinline__ void multiply_stages(
             while (inside >= group_stages) inside -= group_stages, ++group, begins = true;
         };
         if constexpr (S::FLOATS) reach();
-        for (int stage = k_group; stage < stages; stage += S::K_GROUPS) {
+        for (int stage = first_stage + k_group; stage < stages; stage += S::K_GROUPS) {
             barrier_wait(ring.full(ring.stage), ring.phase);
             const unsigned tile = ring.data(ring.stage);
 #pragma unroll
@@ -263,7 +272,7 @@ __device__ __forceinline__ void multiply_stages(
                 wgmma_wait<0>();
                 if constexpr (S::AHEAD) fence_operands(a);
                 if constexpr (S::FLOATS) fence_sums(sum);
-                const bool later = stage > k_group;
+                const bool later = stage > first_stage + k_group;
                 if constexpr (S::FLOATS)
                     if (begins && (later || box > 0)) convert(factor, 0, 0);
                 if (box == 0 && later) release<S>(ring, last);  // what was read of it has come
@@ -352,60 +361,6 @@ __device__ __forceinline__ void add_parts(A (&sum)[S::SUMS], unsigned ring, int 
             }
 }
 
-// ---- results -------------------------------------------------------------------------------------------------------
-
-// Where a warp writes 16 rows of the weight, neighbours of a row of y. 16-bit results are turned in shared memory, 32
-// tokens at a time; float32 ones of eight rows are whole sectors as they are.
-template <typename T>
-struct Results {
-    T* y;                    // [tokens, rows]
-    long long tokens, rows;  // of all
-    bool aligned;            // whether rows of y start at multiples of 16 bytes
-    unsigned staged;         // 1 KB of shared memory of this warp
-
-    // Results of tokens from `token` on, of which the tile has them from `begin` on; v as sums of wgmma are laid out.
-    __device__ __forceinline__ void store(
-        const float (&v)[CHUNK_TOKENS / 2], long long token, long long row, int lane) const {
-        const int g = lane / 4, t = lane % 4;
-        if constexpr (sizeof(T) == 2) {
-            __syncwarp();  // what was there has been read
-#pragma unroll
-            for (int j = 0; j < CHUNK_TOKENS / 16; ++j) {
-                unsigned word[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) word[i] = Word<T>::pack(v[8 * j + 2 * i], v[8 * j + 2 * i + 1]);
-                const unsigned of = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
-                store_transposed(staged + (16 * j + of) * 32 + ((half ^ (of >> 2 & 1)) << 4), word);
-            }
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < CHUNK_TOKENS / 16; ++i) {
-                const unsigned of = 16 * i + lane / 2, half = lane % 2;
-                const uint4 four = shared_at<uint4>(staged + of * 32 + ((half ^ (of >> 2 & 1)) << 4));
-                const long long m = token + of, n = row + 8 * half;
-                if (m >= tokens || n >= rows) continue;
-                T* target = y + m * rows + n;
-                if (aligned) {
-                    *reinterpret_cast<uint4*>(target) = four;
-                } else {
-                    const unsigned word[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                    for (int e = 0; e < 8; ++e)
-                        if (n + e < rows) target[e] = Word<T>::element(word[e / 2], e % 2);
-                }
-            }
-        } else {
-            T* const target = y + (token + 2 * t) * rows + row + g;
-            const int first = static_cast<int>(min(tokens - token, static_cast<long long>(CHUNK_TOKENS))) - 2 * t;
-#pragma unroll
-            for (int j = 0; j < CHUNK_TOKENS / 2; ++j) {
-                const int m = j / 4 * 8 + j % 2, n = j / 2 % 2 * 8;
-                if (m < first && row + g + n < rows) target[m * rows + n] = v[j];
-            }
-        }
-    }
-};
-
 // ---- the kernel ----------------------------------------------------------------------------------------------------
 
 // Decoder                  of the weights
@@ -430,6 +385,9 @@ __global__ void __cluster_dims__(SHARE)
                 w_map,  // codes [rows, bytes], boxes of BOXES * ROW_BYTES x the rows of a tile
             // EACH: float32 [ceil(K / EACH_K), tokens or more], scales of tokens
             const __grid_constant__ TensorMap e_map,
+            // TOKENS = 256: y of 16 bits as bytes, boxes of 128 x the tokens of half of the buffers, where rows start
+            // at multiples of 16
+            const __grid_constant__ TensorMap y_map,
             T* __restrict__ y,                      // [tokens, rows]
             const int* __restrict__ token_sum,      // [tokens] of their codes, where Decoder wants them added, or null
             const float* __restrict__ token_scale,  // [tokens], or [1] where token_step is 0; not of EACH
@@ -437,8 +395,10 @@ __global__ void __cluster_dims__(SHARE)
             const void* __restrict__ zero,          // zero points beside them, as zero_kind says; or null
             const void* __restrict__ bias,          // [rows] of the type that bias_kind names, or null
             long long tokens, long long rows, long long depth,
-            long long per_row,  // scales of a row; 0 where all rows share one; below 2^31 in all
-            int group_stages,   // UNIT = 128: stages that share a scale
+            long long per_row,      // scales of a row; 0 where all rows share one; below 2^31 in all
+            unsigned* const parts,  // flags, and room for sums of a block each: integer_parts.cuh
+            int part_stages,        // of a cluster, of tiles that are multiplied together; 0: there are none
+            int group_stages,       // UNIT = 128: stages that share a scale
             int token_step, int scale_kind, int zero_kind, int bias_kind,
             int lowest,    // of the codes, as they are stored
             int middle) {  // what stands for 0 where there are no zero points
@@ -448,7 +408,8 @@ __global__ void __cluster_dims__(SHARE)
     __shared__ alignas(8) unsigned long long barriers[2 * STAGES + 2 * TABLES];
     __shared__ float factors[ROW_GROUPS][TOKENS];
     __shared__ int of_tokens[Decoder::SHIFT > 0 ? ROW_GROUPS : 1][Decoder::SHIFT > 0 ? TOKENS : 1];
-    __shared__ uint4 turned[sizeof(T) == 2 ? 4 * ROW_GROUPS : 1][CHUNK_TOKENS * 2];
+    using Stored = Results<T, sizeof(T) == 2 ? S::BUFFERS : 0>;
+    __shared__ alignas(Stored::ALIGNED) unsigned char turned[ROW_GROUPS][Stored::STAGED];
     // The swizzle counts in units of 1024 bytes from address 0.
     Stages<S> ring{{opaque((shared_address(memory) + 1023u) & ~1023u), opaque(shared_address(barriers))}};
     Tables<S> tables{ring.data(STAGES), ring.barriers + 8 * 2 * STAGES};
@@ -476,41 +437,66 @@ __global__ void __cluster_dims__(SHARE)
         UNIT == STAGE_K ? (stages * BOXES - 1) / group_stages + 1 : stages * BOXES * S::SCALES;  // of a row
     const int tiles = static_cast<int>(order.along_m * order.along_n), stride = gridDim.x / SHARE;
     const Beside beside{scale, zero, scale_kind, zero_kind, lowest, middle, static_cast<unsigned>(per_row)};
-    // Tiles from number `halved` on are halves: the last ones, where there are blocks for them.
-    const int rest = tiles % stride, halved = S::IN_CHUNKS && 2 * rest <= stride ? tiles - rest : tiles;
-    const int count = 2 * tiles - halved;
-    // Where a tile starts.
-    auto tile_at = [&](int number, int& token, int& row) {
+    // The last tiles, fewer than clusters, may be multiplied together: from number `whole` on each cluster has a part
+    // at the beginning of one and another of the tile before it, or one of them, or none. Or those from number `halved`
+    // on are halves, where there are blocks for them.
+    const int rest = tiles % stride, whole = tiles - rest;
+    // The number of this cluster, which no register keeps while a tile is multiplied.
+    auto own = [] {
+        if constexpr (!S::TOGETHER) return static_cast<int>(blockIdx.x / SHARE);
+        unsigned block;
+        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+        return static_cast<int>(block / SHARE);
+    };
+    const bool together = S::TOGETHER && part_stages > 0;
+    const int halved = S::IN_CHUNKS && !together && 2 * rest <= stride ? whole : tiles;
+    const int count = together ? whole + 2 * stride : 2 * tiles - halved;
+    // Where a tile starts, and which stages of it there are to multiply, if any.
+    auto tile_at = [&](int number, int& token, int& row, int& begin, int& end) {
         long long m, n;
+        begin = 0, end = stages;
+        if (together && number >= whole) {
+            const int first = own() * part_stages, last = min(first + part_stages, rest * stages);
+            const int tile = first / stages;
+            begin = first - tile * stages, end = min(last - tile * stages, stages);
+            if (number < whole + stride) begin = 0, end = last - (tile + 1) * stages, number = whole + tile + 1;
+            else number = whole + tile;
+        }
         if constexpr (S::IN_CHUNKS)
             if (number > halved) number = halved + (number - halved) / 2;
         order.at(number, m, n);
         token = static_cast<int>(m) * TOKENS;
         row = (static_cast<int>(n) * SHARE + static_cast<int>(rank)) * ROWS;
+        return !S::TOGETHER || begin < end;
     };
     if (warpgroup == S::WARPGROUPS) {
         lower_registers<S::LESS>();
-        const int first = blockIdx.x / SHARE;
-        int token, row;
+        int token, row, begin, end;
         if (threadIdx.x == S::WARPGROUPS * WARPGROUP) {
-            const Fetcher<S> fetch{&x_map, &w_map, &e_map, rank, stages};
-            for (int number = first; number < count; number += stride) {
-                tile_at(number, token, row);
-                fetch.tile(ring, token, row, number == first);
+            const Fetcher<S> fetch{&x_map, &w_map, &e_map, rank};
+            bool first = true;
+            for (int number = own(); number < count; number += stride) {
+                if (!tile_at(number, token, row, begin, end)) continue;
+                fetch.tile(ring, token, row, begin, end, S::TOGETHER ? first : number == own());
+                first = false;
             }
         }
         if constexpr (UNIT != 0) {
             const int thread = static_cast<int>(threadIdx.x) - S::WARPGROUPS * WARPGROUP - WARP;
             const Neighbours<S> neighbours{beside, thread};
-            for (int number = first; number < count && thread >= 0; number += stride) {
-                tile_at(number, token, row);
+            for (int number = own(); number < count && thread >= 0; number += stride) {
+                if (!tile_at(number, token, row, begin, end)) continue;
                 if constexpr (S::TILES > 1) {
                     if (scale_kind == FLOAT32_SCALES && zero_kind == INT32_POINTS) {
-                        neighbours.template tile<true>(tables, row, last_row, units);
+                        neighbours.template tile<true>(tables, row, last_row, 0, units);
                         continue;
                     }
                 }
-                neighbours.tile(tables, row, last_row, units);
+                if constexpr (S::TOGETHER)
+                    neighbours.tile(
+                        tables, row, last_row, begin / group_stages / TABLE_UNITS * TABLE_UNITS,
+                        (end - 1) / group_stages + 1);
+                else neighbours.tile(tables, row, last_row, 0, units);
             }
         }
         __syncwarp();
@@ -526,44 +512,78 @@ __global__ void __cluster_dims__(SHARE)
         typename Decoder::Zero point;
         point.flip(lowest < 0);
         float* const token_factors = factors[row_group];
-        const Results<T> results{
-            y, tokens, rows, is_aligned(y) && rows * sizeof(T) % 16 == 0,
-            shared_address(turned[sizeof(T) == 2 ? 4 * row_group + warp : 0])};
+        const Stored results{
+            {y, &y_map, tokens, rows, is_aligned(y) && rows * sizeof(T) % 16 == 0, shared_address(turned[row_group]),
+             row_group}};
         ring.step(k_group);
         const int turn = S::IN_TURNS ? __shfl_sync(FULL_WARP, row_group, 0) : 0;
         if (S::IN_TURNS && turn == 1) give_turn(turn);
-        for (int number = blockIdx.x / SHARE; number < count; number += stride) {
-            int token, row;
-            tile_at(number, token, row);
+        const Parts<S::SUMS> others{parts, row_group};
+        auto number_of = [&](int cluster) {
+            return (cluster * SHARE + static_cast<int>(rank)) * ROW_GROUPS + row_group;
+        };
+        for (int number = own(); number < count; number += stride) {
+            int token, row, begin, end;
+            if (!tile_at(number, token, row, begin, end)) continue;
             row += of_tile;
-            auto own = [&](int i) { return min(row + g + 8 * i, last_row); };
+            const int offset = S::IN_CHUNKS && !together && number > halved && (number - halved) % 2 ? TOKENS / 2 : 0;
+            auto row_of = [&](int i) { return min(row + g + 8 * i, last_row); };
             float factor[2] = {};
             auto take = [&] {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const unsigned at = static_cast<unsigned>(own(i)) * beside.per_row;
+                    const unsigned at = static_cast<unsigned>(row_of(i)) * beside.per_row;
                     factor[i] = beside.scale_at(at), point.take(i, beside.points_at(at));
                 }
             };
+            const int thread = threadIdx.x % WARPGROUP;
+            if constexpr (S::EARLY) {
+                wait_for_previous();
+                for (int i = thread; i < TOKENS && end == stages; i += WARPGROUP) {
+                    const bool there = token + offset + i < tokens, summed = there && token_sum != nullptr;
+                    const long long m = there ? token + offset + i : 0;
+                    const float* const factor = token_scale + m * token_step;
+                    copy_async_or_zero<4>(shared_address(token_factors + i), factor, there ? 4 : 0);
+                    if constexpr (Decoder::SHIFT > 0) {
+                        const void* const of_token = summed ? static_cast<const void*>(token_sum + m) : factor;
+                        copy_async_or_zero<4>(shared_address(of_tokens[row_group] + i), of_token, summed ? 4 : 0);
+                    }
+                }
+                commit_copies();
+            }
             if constexpr (UNIT == 0 && Decoder::SHIFT == 0) take();
             int sum[S::SUMS];
             float total[S::TILES * S::SUMS] = {};
             bool half = false;
             if constexpr (S::IN_CHUNKS) {
-                const int offset = number > halved && (number - halved) % 2 ? TOKENS / 2 : 0;
-                half = number >= halved || token + TOKENS / 2 >= tokens;
+                half = (number >= halved && !together) || token + TOKENS / 2 >= tokens;
+                const int group = S::TOGETHER ? begin / group_stages : 0;
                 if (half)
                     multiply_chunks<S, false>(
-                        ring, tables, codes, numbers, stages, units, group_stages, point, turn, offset, total);
+                        ring, tables, codes, numbers, S::TOGETHER ? begin : 0, S::TOGETHER ? end : stages, group_stages,
+                        group % TABLE_UNITS, (group + 1) * group_stages, point, turn, offset, total);
                 else
                     multiply_chunks<S, true>(
-                        ring, tables, codes, numbers, stages, units, group_stages, point, turn, offset, total);
+                        ring, tables, codes, numbers, S::TOGETHER ? begin : 0, S::TOGETHER ? end : stages, group_stages,
+                        group % TABLE_UNITS, (group + 1) * group_stages, point, turn, offset, total);
                 token += offset;
             } else if constexpr (S::TILES > 1) {
                 multiply_pairs<S>(ring, tables, codes, numbers, stages, units, point, total);
             } else {
                 multiply_stages<S>(
-                    ring, tables, codes, numbers, stages, units, k_group, group_stages, point, factor, sum, total);
+                    ring, tables, codes, numbers, S::TOGETHER ? begin : 0, S::TOGETHER ? end : stages, units, k_group,
+                    group_stages, point, factor, sum, total);
+            }
+            if constexpr (S::TOGETHER) {
+                if (end < stages) {
+                    if constexpr (S::FLOATS) others.leave(total, number_of(own()));
+                    else others.leave(sum, number_of(own()));
+                    continue;
+                }
+                for (int missing = begin, from = own() - 1; missing > 0; missing -= part_stages, --from) {
+                    if constexpr (S::FLOATS) others.add(total, number_of(from));
+                    else others.add(sum, number_of(from));
+                }
             }
             if constexpr (K_GROUPS > 1) {
                 if constexpr (S::FLOATS) add_parts<S>(total, ring.data0, row_group, k_group);
@@ -571,22 +591,28 @@ __global__ void __cluster_dims__(SHARE)
                 if (k_group > 0) break;
             }
             if constexpr (Decoder::SHIFT > 0) take();  // here, where registers are free again
-            wait_for_previous();                       // the scales of the tokens are there
             const Rescaling rescaling{token_scale, nullptr, bias, bias_kind};
-            for (int i = threadIdx.x % WARPGROUP; i < TOKENS && !EACH; i += WARPGROUP)
-                token_factors[i] =
-                    token + i < tokens ? rescaling.of_token(static_cast<long long>(token + i) * token_step) : 0.0f;
-            for (int i = threadIdx.x % WARPGROUP; i < TOKENS && Decoder::SHIFT > 0; i += WARPGROUP)
-                of_tokens[row_group][i] =
-                    token_sum != nullptr && token + i < tokens ? load_written(token_sum + token + i) : 0;
+            if constexpr (S::EARLY) {
+                wait_copies<0>();
+                for (int i = thread; i < TOKENS; i += WARPGROUP) token_factors[i] = usable(token_factors[i]);
+            } else {
+                wait_for_previous();  // the scales of the tokens are there
+                for (int i = thread; i < TOKENS && !EACH; i += WARPGROUP)
+                    token_factors[i] =
+                        token + i < tokens ? rescaling.of_token(static_cast<long long>(token + i) * token_step) : 0.0f;
+                for (int i = thread; i < TOKENS && Decoder::SHIFT > 0; i += WARPGROUP)
+                    of_tokens[row_group][i] =
+                        token_sum != nullptr && token + i < tokens ? load_written(token_sum + token + i) : 0;
+            }
 #pragma unroll
             for (int r = 0; r < S::TILES; ++r) {
                 if (r > 0) row += 64;
-                const float added[2] = {rescaling.bias_of(own(0)), rescaling.bias_of(own(1))};
-                if (r == 0) warpgroup_sync(row_group);
+                const float added[2] = {rescaling.bias_of(row_of(0)), rescaling.bias_of(row_of(1))};
+                if (r == 0) results.begin(), warpgroup_sync(row_group);
 #pragma unroll
                 for (int c = 0; c < TOKENS / CHUNK_TOKENS; ++c) {
-                    if (token + c * CHUNK_TOKENS >= tokens || (half && c * CHUNK_TOKENS >= TOKENS / 2)) break;
+                    if (c % Stored::MANY == 0)
+                        if (token + c * CHUNK_TOKENS >= tokens || (half && c * CHUNK_TOKENS >= TOKENS / 2)) break;
                     float v[CHUNK_TOKENS / 2];
 #pragma unroll
                     for (int j = 0; j < CHUNK_TOKENS / 2; ++j) {
@@ -603,12 +629,13 @@ __global__ void __cluster_dims__(SHARE)
                             v[j] = Rescaling::apply(exact, e, factor[i], added[i]);
                         }
                     }
-                    results.store(v, token + c * CHUNK_TOKENS, row, lane);
+                    results.store(v, c, token + c * CHUNK_TOKENS, row, lane);
                 }
             }
             warpgroup_sync(row_group);  // factors are read
             if constexpr (K_GROUPS > 1) break;
         }
+        results.finish();
     }
     if constexpr (SHARE > 1) cluster_arrive_relaxed(), cluster_wait();  // others may still arrive at barriers here
 }

@@ -11,12 +11,14 @@ template <typename T, bool SPLIT>
 __global__ void __launch_bounds__(ROW_THREADS) quantize_row_tokens(
     const T* __restrict__ x,            // [tokens, depth], rows at multiples of 16 bytes
     unsigned char* __restrict__ codes,  // [tokens, pitch], zeros from depth on; a multiple of 128
-    float* __restrict__ scales,         // [tokens]
-    int depth, int pitch) {
+    float* __restrict__ scales,         // [tokens + zeros], from `tokens` on zeros
+    int depth, int pitch, int zeros) {
     __shared__ unsigned exchange[2 * ROW_THREADS / WARP];
     wait_for_previous();
     launch_dependents();
     const long long token = blockIdx.x;
+    if (token == 0)
+        for (int i = threadIdx.x; i < zeros; i += blockDim.x) scales[gridDim.x + i] = 0.0f;
     unsigned char* const row = codes + token * pitch;
     quantize_by_tokens<false, ROW_HELD>(
         x + token * depth, 1, depth, pitch, exchange, Int8Rule(),

@@ -689,6 +689,11 @@ def test_cuts_of_integer_tiles():
     assert integer_tile.choose(2048, 28672, 8192, codes, 132).tokens == 256
     wide = integer_tile.CUTS[-1]  # 448 tiles of 132 multiprocessors: three each, and the rest as halves
     assert wide.waves(512, 28672, codes, 132) == 3.5 and wide.waves(512, 28672, integer_tile.Codes(4), 132) == 4
+    # Clusters multiply those together, some stages each; not where parts would be short or take as long.
+    assert [wide.part_stages(tokens, 28672, 8192, codes, 132) for tokens in (512, 2048)] == [26, 37]
+    assert wide.part_stages(512, 28672, 8192, integer_tile.Codes(4), 132) == 26
+    assert wide.part_stages(256, 16896, 8192, codes, 132) == wide.part_stages(256, 5000, 1024, codes, 132) == 0
+    assert wide.part_stages(512, 28672, 8192, integer_tile.Codes(4, 64), 132) == 0
     for codes in (integer_tile.Codes(2), integer_tile.Codes(4, 128), integer_tile.Codes(4, 32, each=True)):
         for cut in integer_tile.cuts(codes.bits, codes.unit, codes.each):
             kind = codes.bits, codes.unit, codes.each
