@@ -397,7 +397,10 @@ struct Multiplier {
     __device__ __forceinline__ void run(
         UnitsRing<S::BYTES> ring, int part, int stages, unsigned nothing, float (&total)[TILES][SUMS]) {
         ring.step(part);
+        // As it begins with its last stage, or has none, the cluster may know.
+        if (part >= stages) cluster_arrive_relaxed();
         for (int stage = part; stage < stages; stage += GROUPS) {
+            if (stage + GROUPS >= stages) cluster_arrive_relaxed();
             ring.wait_full();
             const unsigned data = ring.data();
 #pragma unroll
@@ -440,43 +443,51 @@ struct Multiplier {
 
 // ---- results -------------------------------------------------------------------------------------------------------
 
-constexpr int PITCH = UNITS_ROWS + 4, PART_SUMS = UNITS_TOKENS * PITCH * 4;
+// Sums of a warpgroup: [tokens][PITCH]; those of the tokens that a thread block of the cluster writes are sent to it.
+constexpr int PITCH = UNITS_ROWS + 4, WRITTEN = UNITS_TOKENS / UNITS_SHARE, SENT = WRITTEN * PITCH * 4;
+static_assert(UNITS_SHARE == 2, "a thread block is sent the sums of one other");
+static_assert(GROUPS * SENT <= UNITS_STAGE && UNITS_STAGES > GROUPS + 1, "sums stand where stages were");
+
+// To the same address of shared memory of thread block `rank`, whose barrier counts the bytes.
+__device__ __forceinline__ void send_run(
+    unsigned target, unsigned from, unsigned bytes, unsigned barrier, unsigned rank) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     cluster_address(target, rank)),
+                 "r"(from), "r"(bytes), "r"(cluster_address(barrier, rank))
+                 : "memory");
+}
 
 // Adds the sums of all warpgroups of a cluster, in their order, and writes the outputs of a thread block: those of its
-// part of the tokens. It arrives at the barrier of the cluster, ahead of the writing: all that it reads is here then.
+// part of the tokens. `own` are sums of its first warpgroup for these, `own_next` of its second, `sent` of the other
+// thread block's, beside each other. It arrives at the barrier of the cluster: what it sent has come, as it is told.
 template <bool INNER>
 __device__ __forceinline__ void write_outputs(
-    const Rescaling& rescaling, unsigned sums, unsigned rank, int first_row, void* __restrict__ y, int tokens, int rows,
-    int y_kind) {
-    constexpr int EIGHTS = UNITS_ROWS / 8, MINE = UNITS_TOKENS / UNITS_SHARE, ITEMS = MINE * EIGHTS / CONSUMERS;
-    static_assert(ITEMS * CONSUMERS == MINE * EIGHTS, "threads have as many each");
+    const Rescaling& rescaling, unsigned own, unsigned own_next, unsigned sent, unsigned rank, int first_row,
+    void* __restrict__ y, int tokens, int rows, int y_kind) {
+    constexpr int EIGHTS = UNITS_ROWS / 8, ITEMS = WRITTEN * EIGHTS / CONSUMERS;
+    static_assert(ITEMS * CONSUMERS == WRITTEN * EIGHTS, "threads have as many each");
     const bool aligned = reinterpret_cast<unsigned long long>(y) % 16 == 0 && rows % 8 == 0;
+    const unsigned part[GROUPS * UNITS_SHARE] = {
+        rank ? sent : own, rank ? sent + SENT : own_next, rank ? own : sent, rank ? own_next : sent + SENT};
     float total[ITEMS][8] = {};
 #pragma unroll
     for (int n = 0; n < ITEMS; ++n) {
-        const int item = threadIdx.x + n * CONSUMERS, token = rank * MINE + item / EIGHTS;
-        uint4 four[GROUPS * UNITS_SHARE][2];
+        const int item = threadIdx.x + n * CONSUMERS;
+        const unsigned at = (item / EIGHTS * PITCH + item % EIGHTS * 8) * 4;
 #pragma unroll
-        for (int part = 0; part < GROUPS * UNITS_SHARE; ++part) {
-            const unsigned from = sums + part % GROUPS * PART_SUMS + (token * PITCH + item % EIGHTS * 8) * 4;
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                four[part][h] = load_cluster<uint4>(cluster_address(from + 16 * h, part / GROUPS));
-        }
-#pragma unroll
-        for (int part = 0; part < GROUPS * UNITS_SHARE; ++part)
+        for (int i = 0; i < GROUPS * UNITS_SHARE; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const unsigned word[4] = {four[part][h].x, four[part][h].y, four[part][h].z, four[part][h].w};
+                const float4 four = shared_at<float4>(part[i] + at + 16 * h);
+                const float v[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    total[n][4 * h + i] = add_ieee(total[n][4 * h + i], __uint_as_float(word[i]));
+                for (int j = 0; j < 4; ++j) total[n][4 * h + j] = add_ieee(total[n][4 * h + j], v[j]);
             }
     }
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    cluster_arrive_relaxed();
 #pragma unroll
     for (int n = 0; n < ITEMS; ++n) {
-        const int item = threadIdx.x + n * CONSUMERS, token = rank * MINE + item / EIGHTS;
+        const int item = threadIdx.x + n * CONSUMERS, token = rank * WRITTEN + item / EIGHTS;
         const int row = first_row + item % EIGHTS * 8;
         if (row >= rows || token >= tokens) continue;
         float (&v)[8] = total[n];
@@ -505,10 +516,11 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
     using S = Layout<INNER>;
     using Ring = UnitsRing<S::BYTES>;
     extern __shared__ unsigned char memory[];
-    __shared__ alignas(8) unsigned long long barriers[Ring::BARRIERS * UNITS_STAGES];
+    __shared__ alignas(8) unsigned long long barriers[Ring::BARRIERS * UNITS_STAGES + 1];
     __shared__ uint4 constants[UNITS_TOKENS * 2];
     const unsigned ring0 = (shared_address(memory) + 1023u) & ~1023u;
     Ring ring{ring0, shared_address(barriers)};
+    const unsigned received = ring.barriers + 8 * Ring::BARRIERS * UNITS_STAGES;  // sums of the other thread block
     const unsigned rank = blockIdx.x % UNITS_SHARE;
     const int first_row = blockIdx.x / UNITS_SHARE * UNITS_ROWS, share = (stages + UNITS_SHARE - 1) / UNITS_SHARE;
     const int first = rank * share, mine = min(share, stages - first);
@@ -518,7 +530,9 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
             barrier_init(barrier, 1 + COPIERS), barrier_init(barrier + 8, 1 + COPIERS);
             barrier_init(barrier + 16, WARPGROUP);
         }
+        barrier_init(received, 1);
         fence_barrier_init();
+        barrier_expect(received, GROUPS * SENT);
     }
     // 28 k of 192 and one of 128, on both sides: 28 * 192^2 + 128^2 = BEGIN.
     if (threadIdx.x < UNITS_TOKENS * 2) {
@@ -533,7 +547,8 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
         const int thread = static_cast<int>(threadIdx.x) - CONSUMERS - WARP;
         if (thread == -WARP) {
             prefetch_map(&w_map);
-            const int ahead = min(mine, UNITS_STAGES);
+            // What is asked for at once delays each other: at first the stages that the warpgroups begin with.
+            const int ahead = min(mine, GROUPS);
             for (int stage = 0; stage < ahead; ++stage) {
                 const unsigned barrier = ring.barriers + 8 * Ring::BARRIERS * stage;
                 barrier_expect(barrier, S::COPIED);
@@ -543,6 +558,7 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
             wait_for_previous();
             for (int stage = 0; stage < mine; ++stage) {
                 if (stage >= ahead) {
+                    if (stage < UNITS_STAGES) barrier_wait(ring.barriers + 8 * Ring::BARRIERS * (stage - GROUPS), 0);
                     ring.wait_empty();
                     barrier_expect(ring.full(), S::COPIED);
                     copy_box(ring.data() + S::CODES_AT, &w_map, (first + stage) * CODE_ROW, first_row, ring.full());
@@ -562,7 +578,8 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
             maker.run(ring, first, mine);
         }
         __syncwarp();
-        cluster_sync(), cluster_sync();
+        cluster_arrive_relaxed(), cluster_wait();
+        cluster_arrive_relaxed(), cluster_wait();
         return;
     }
     raise_registers<S::MULTIPLYING>();
@@ -579,16 +596,28 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
     for (int i = 0; i < 4; ++i) multiplier.constant[i] = opaque(i < 2 || t < 3 ? 0xc0c0c0c0u : 0x00000080u);
     float total[TILES][SUMS] = {};
     multiplier.run(ring, part, mine, nothing, total);
-    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-    const unsigned to = ring0 + part * PART_SUMS + (2 * t * PITCH + of_group + g) * 4;
+    // A warpgroup's sums replace its last stage. Those that it is sent replace what was four stages ahead of the last
+    // of all, which the warpgroup that began with the last one, and said so to the cluster, had read.
+    const auto slot = [&](int stage) { return ring0 + stage % UNITS_STAGES * S::BYTES; };
+    const auto sums_of = [&](int group) { return slot(mine + UNITS_STAGES - 1 - ((mine - 1 - group) & 1)); };
+    const unsigned own = rank * SENT, others = (rank ^ 1) * SENT;
+    warpgroup_sync(part);
+    const unsigned to = sums_of(part) + (2 * t * PITCH + of_group + g) * 4;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int j = 0; j < SUMS; ++j)
             store_shared(to + ((j / 4 * 8 + j % 2) * PITCH + 64 * i + j / 2 % 2 * 8) * 4, total[i][j]);
-    cluster_sync();
+    fence_async_proxy();
+    cluster_wait();
+    warpgroup_sync(part);
+    if (threadIdx.x % WARPGROUP == 0)
+        send_run(slot(stages - mine) + part * SENT, sums_of(part) + others, SENT, received, rank ^ 1);
+    asm volatile("bar.sync 3, %0;" ::"n"(CONSUMERS) : "memory");
     wait_for_previous();
+    barrier_wait(received, 0);
     const Rescaling rescaling{nullptr, nullptr, bias, bias_kind};
-    write_outputs<INNER>(rescaling, ring0, rank, first_row, y, tokens, rows, y_kind);
-    cluster_wait();  // the other may still read here
+    write_outputs<INNER>(
+        rescaling, sums_of(0) + own, sums_of(1) + own, slot(mine), rank, first_row, y, tokens, rows, y_kind);
+    cluster_wait();  // the other has what was sent
 }
