@@ -136,9 +136,10 @@ struct RowOfTable<false> {
     using S = Layout<false>;
     unsigned word[4];  // eight halves
 
-    // Block `at` of 256 k of all rows. The 256 bytes around it come to the L2 cache, as those beside it are next.
+    // Block `at` of 256 k of all rows. The 64 bytes around it come to the L2 cache, as those beside it are next; more
+    // would delay the first weights.
     __device__ __forceinline__ void load(const void* scale, const unsigned*, unsigned at) {
-        asm volatile("ld.global.nc.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.nc.L2::64B.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
                      : "l"(static_cast<const uint4*>(scale) + at));
     }
