@@ -370,7 +370,8 @@ struct Multiplier {
                 }
         }
     }
-    // The same of minima.
+    // The same of minima, behind this pair: ahead of the first units nothing would hide that these are waited for.
+    static constexpr int MINIMA_BEHIND = 0;
     __device__ __forceinline__ void begin_minima(unsigned data, int i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -406,15 +407,7 @@ struct Multiplier {
             const unsigned data = ring.data();
 #pragma unroll
             for (int i = 0; i < TILES; ++i) fetch_codes(data, 0, i);
-            if constexpr (INNER) {
-                begin_minima(data, 0);
-                begin_minima(data, 1);
-                add_minima(data, 0, total[0]);
-                begin<0>(data, 0, 0);
-                add_minima(data, 1, total[1]);
-            } else {
-                begin<0>(data, 0, 0);
-            }
+            begin<0>(data, 0, 0);
 #pragma unroll
             for (int pair = 0; pair < UNITS / 2; ++pair) {
                 fetch_scales(data, pair);
@@ -422,13 +415,23 @@ struct Multiplier {
                 begin<0>(data, pair, 1);
                 add<0, 1>(0, total[0]);
                 begin<1>(data, pair, 0);
-                if (pair + 1 < UNITS / 2) fetch_codes(data, pair + 1, 0);
+                const bool minima_next = INNER && pair == MINIMA_BEHIND;
+                if (!minima_next && pair + 1 < UNITS / 2) fetch_codes(data, pair + 1, 0);
                 add<0, 1>(1, total[1]);
                 fetch_tokens(data, 2 * pair + 1);
                 begin<1>(data, pair, 1);
-                if (pair + 1 < UNITS / 2) fetch_codes(data, pair + 1, 1);
+                if (!minima_next && pair + 1 < UNITS / 2) fetch_codes(data, pair + 1, 1);
                 add<1, 1>(0, total[0]);
-                if (pair + 1 < UNITS / 2) {
+                if (minima_next) {
+                    begin_minima(data, 0);
+                    add<1, 1>(1, total[1]);
+                    begin_minima(data, 1);
+                    fetch_codes(data, pair + 1, 0);
+                    add_minima(data, 0, total[0]);
+                    begin<0>(data, pair + 1, 0);
+                    fetch_codes(data, pair + 1, 1);
+                    add_minima(data, 1, total[1]);
+                } else if (pair + 1 < UNITS / 2) {
                     begin<0>(data, pair + 1, 0);
                     add<1, 1>(1, total[1]);
                 } else {
