@@ -28,7 +28,7 @@
 constexpr int SUMS = UNITS_TOKENS / 2;  // of a thread and 64 rows
 constexpr int TILES = 2, GROUPS = 2;    // of 64 rows, of a warpgroup; warpgroups
 constexpr int CONSUMERS = GROUPS * WARPGROUP;
-constexpr int COPIERS = WARPGROUP - WARP;  // threads that make tables
+constexpr int COPIERS = WARPGROUP;  // threads that make tables
 constexpr int UNITS = UNITS_K / 32, CODE_ROW = UNITS_K / 2;
 constexpr int X_BOX = UNITS_TOKENS * 128;
 constexpr unsigned BEGIN = 1u << 20;
@@ -47,7 +47,7 @@ struct Layout {
     static constexpr int BYTES = (FACTORS_AT + (INNER ? UNITS_ROWS * 4 : 0) + 1023) / 1024 * 1024;
     static_assert(BYTES == (INNER ? UNITS_INNER_STAGE : UNITS_STAGE), "as the host counts them");
     // Registers of a thread that copies, and of one that multiplies.
-    static constexpr int COPYING = INNER ? 72 : 56, MULTIPLYING = INNER ? 216 : 224;
+    static constexpr int COPYING = 56, MULTIPLYING = 224;
     static constexpr int COPIED = SCALES_AT + RECORD + UNITS_ROWS * CODE_ROW;
     // Scales are so much larger than they are, and sums times scales so much smaller: a sum's bits count 2^-149, codes
     // of q4_0 16.
@@ -185,8 +185,9 @@ struct RowOfTable<true> {
     }
 };
 
-// Makes the tables of a thread block. A thread has every COPIERS-th row.
-constexpr int HELD = (UNITS_ROWS + COPIERS - 1) / COPIERS;
+// Makes the tables of a thread block, of which a thread has a row. Ahead of each stage the first of them asks for what
+// else the stage has: `copy` of the ring and of the stage's number.
+static_assert(UNITS_ROWS == COPIERS, "a row each");
 template <bool INNER>
 struct TableMaker;
 
@@ -198,16 +199,13 @@ struct TableMaker<false> {
     const void* scale;
     const unsigned* inner;  // none
     int own;
-    unsigned begin, step, last;  // blocks of 256 k: the first of its rows, to the next row, the last row's first
-    RowOfTable<false> held[AHEAD][HELD];
+    unsigned begin;  // blocks of 256 k ahead of its row
+    RowOfTable<false> held[AHEAD];
 
-    // What is beyond all rows is of no use.
-    __device__ __forceinline__ void load(int slot, unsigned stage) {
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) held[slot][i].load(scale, inner, min(begin + i * step, last) + stage);
-    }
+    __device__ __forceinline__ void load(int slot, unsigned stage) { held[slot].load(scale, inner, begin + stage); }
     // Of all stages, the first of which is number `first` of a row.
-    __device__ __forceinline__ void run(UnitsRing<S::BYTES> ring, unsigned first, int stages) {
+    template <typename F>
+    __device__ __forceinline__ void run(UnitsRing<S::BYTES> ring, unsigned first, int stages, const F& copy) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
             if (i < stages) load(i, first + i);
@@ -217,9 +215,8 @@ struct TableMaker<false> {
                 const int stage = base + i;
                 if (i > 0 && stage >= stages) break;
                 ring.wait_empty();
-#pragma unroll
-                for (int h = 0; h < HELD; ++h)
-                    if (own + h * COPIERS < UNITS_ROWS) held[i][h].store(ring.data(), own + h * COPIERS);
+                copy(ring, stage);
+                held[i].store(ring.data(), own);
                 barrier_arrive(ring.full());
                 ring.step(1);
                 if (stage + AHEAD < stages) load(i, first + stage + AHEAD);
@@ -237,24 +234,22 @@ struct TableMaker<true> {
     const void* scale;
     const unsigned* inner;
     int own;
-    unsigned begin, step, last;     // as above
-    unsigned held[HELD][4 * WIDE];  // d and dmin of each stage; three words of each
+    unsigned begin;           // as above
+    unsigned held[4 * WIDE];  // d and dmin of each stage; three words of each
 
     // A fourth of what four stages want, `stage` being the first of them.
     template <int PART>
     __device__ __forceinline__ void load(unsigned stage) {
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            const unsigned at = (min(begin + i * step, last) + stage) / WIDE;
-            const uint4* from = PART == 0 ? static_cast<const uint4*>(scale) + at
-                                          : reinterpret_cast<const uint4*>(inner) + 3ull * at + (PART - 1);
-            unsigned* const v = held[i] + 4 * PART;
-            asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                         : "l"(from));
-        }
+        const unsigned at = (begin + stage) / WIDE;
+        const uint4* from = PART == 0 ? static_cast<const uint4*>(scale) + at
+                                      : reinterpret_cast<const uint4*>(inner) + 3ull * at + (PART - 1);
+        unsigned* const v = held + 4 * PART;
+        asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                     : "l"(from));
     }
-    __device__ __forceinline__ void run(UnitsRing<S::BYTES> ring, unsigned first, int stages) {
+    template <typename F>
+    __device__ __forceinline__ void run(UnitsRing<S::BYTES> ring, unsigned first, int stages, const F& copy) {
         if (stages > 0) load<0>(first), load<1>(first), load<2>(first), load<3>(first);
         for (int base = 0; base < stages; base += WIDE)
 #pragma unroll
@@ -262,12 +257,10 @@ struct TableMaker<true> {
                 const bool more = base + WIDE < stages;
                 const unsigned next = first + base + WIDE;
                 ring.wait_empty();
-#pragma unroll
-                for (int h = 0; h < HELD; ++h) {
-                    const unsigned (&v)[4 * WIDE] = held[h];
-                    const RowOfTable<true> row{{v[i], v[WIDE + 3 * i], v[WIDE + 3 * i + 1], v[WIDE + 3 * i + 2]}};
-                    if (own + h * COPIERS < UNITS_ROWS) row.store(ring.data(), own + h * COPIERS);
-                }
+                copy(ring, base + i);
+                const unsigned (&v)[4 * WIDE] = held;
+                const RowOfTable<true> row{{v[i], v[WIDE + 3 * i], v[WIDE + 3 * i + 1], v[WIDE + 3 * i + 2]}};
+                row.store(ring.data(), own);
                 barrier_arrive(ring.full());
                 ring.step(1);
                 // What is used up is fetched anew.
@@ -371,7 +364,7 @@ struct Multiplier {
         }
     }
     // The same of minima, behind this pair: ahead of the first units nothing would hide that these are waited for.
-    static constexpr int MINIMA_BEHIND = 0;
+    static constexpr int MINIMA_BEHIND = 1;
     __device__ __forceinline__ void begin_minima(unsigned data, int i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -548,22 +541,28 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
     const int warp = warp_number(), lane = threadIdx.x % WARP;
     if (threadIdx.x >= CONSUMERS) {
         lower_registers<S::COPYING>();
-        const int thread = static_cast<int>(threadIdx.x) - CONSUMERS - WARP;
-        if (thread == -WARP) {
-            prefetch_map(&w_map);
-            // What is asked for at once delays each other: at first the stages that the warpgroups begin with.
-            const int ahead = min(mine, GROUPS);
+        const int own = static_cast<int>(threadIdx.x) - CONSUMERS;
+        // What is asked for at once delays each other: at first the stages that the warpgroups begin with.
+        const int ahead = min(mine, GROUPS);
+        if (own == 0) {
+            // With it ptxas has registers of q4_0's multipliers in banks that cost them a cycle in ten.
+            if constexpr (INNER) prefetch_map(&w_map);
             for (int stage = 0; stage < ahead; ++stage) {
                 const unsigned barrier = ring.barriers + 8 * Ring::BARRIERS * stage;
                 barrier_expect(barrier, S::COPIED);
                 const unsigned target = ring.data0 + stage * S::BYTES + S::CODES_AT;
                 copy_box(target, &w_map, (first + stage) * CODE_ROW, first_row, barrier);
             }
-            wait_for_previous();
-            for (int stage = 0; stage < mine; ++stage) {
+        }
+        __syncwarp();
+        // What is beyond all rows is of no use.
+        const unsigned blocks = stages;
+        TableMaker<INNER> maker{scale, inner, own, min(first_row + own, rows - 1) * blocks};
+        maker.run(ring, first, mine, [&](const Ring& ring, int stage) {
+            if (own == 0) {
+                if (stage == 0) wait_for_previous();
                 if (stage >= ahead) {
                     if (stage < UNITS_STAGES) barrier_wait(ring.barriers + 8 * Ring::BARRIERS * (stage - GROUPS), 0);
-                    ring.wait_empty();
                     barrier_expect(ring.full(), S::COPIED);
                     copy_box(ring.data() + S::CODES_AT, &w_map, (first + stage) * CODE_ROW, first_row, ring.full());
                 }
@@ -573,14 +572,9 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
                 copy_run(
                     ring.data() + S::SCALES_AT, records + static_cast<long long>(first + stage) * S::RECORD, S::RECORD,
                     ring.full());
-                ring.step(1);
             }
-        } else if (thread >= 0) {
-            const unsigned blocks = stages;
-            TableMaker<INNER> maker{
-                scale, inner, thread, (first_row + thread) * blocks, COPIERS * blocks, (rows - 1) * blocks};
-            maker.run(ring, first, mine);
-        }
+            __syncwarp();
+        });
         __syncwarp();
         cluster_arrive_relaxed(), cluster_wait();
         cluster_arrive_relaxed(), cluster_wait();
