@@ -28,7 +28,7 @@
 constexpr int SUMS = UNITS_TOKENS / 2;  // of a thread and 64 rows
 constexpr int TILES = 2, GROUPS = 2;    // of 64 rows, of a warpgroup; warpgroups
 constexpr int CONSUMERS = GROUPS * WARPGROUP;
-constexpr int COPIERS = WARPGROUP - WARP;  // threads that make tables
+constexpr int COPIERS = WARPGROUP;  // threads that make tables
 constexpr int UNITS = UNITS_K / 32, CODE_ROW = UNITS_K / 2;
 constexpr int X_BOX = UNITS_TOKENS * 128;
 constexpr unsigned BEGIN = 1u << 20;
@@ -47,7 +47,7 @@ struct Layout {
     static constexpr int BYTES = (FACTORS_AT + (INNER ? UNITS_ROWS * 4 : 0) + 1023) / 1024 * 1024;
     static_assert(BYTES == (INNER ? UNITS_INNER_STAGE : UNITS_STAGE), "as the host counts them");
     // Registers of a thread that copies, and of one that multiplies.
-    static constexpr int COPYING = INNER ? 72 : 56, MULTIPLYING = INNER ? 216 : 224;
+    static constexpr int COPYING = 56, MULTIPLYING = 224;
     static constexpr int COPIED = SCALES_AT + RECORD + UNITS_ROWS * CODE_ROW;
     // Scales are so much larger than they are, and sums times scales so much smaller: a sum's bits count 2^-149, codes
     // of q4_0 16.
@@ -136,9 +136,10 @@ struct RowOfTable<false> {
     using S = Layout<false>;
     unsigned word[4];  // eight halves
 
-    // Block `at` of 256 k of all rows. The 256 bytes around it come to the L2 cache, as those beside it are next.
+    // Block `at` of 256 k of all rows. The 64 bytes around it come to the L2 cache, as those beside it are next; more
+    // would delay the first weights.
     __device__ __forceinline__ void load(const void* scale, const unsigned*, unsigned at) {
-        asm volatile("ld.global.nc.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.nc.L2::64B.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
                      : "l"(static_cast<const uint4*>(scale) + at));
     }
@@ -184,8 +185,9 @@ struct RowOfTable<true> {
     }
 };
 
-// Makes the tables of a thread block. A thread has every COPIERS-th row.
-constexpr int HELD = (UNITS_ROWS + COPIERS - 1) / COPIERS;
+// Makes the tables of a thread block, of which a thread has a row. Ahead of each stage the first of them asks for what
+// else the stage has: `copy` of the ring and of the stage's number.
+static_assert(UNITS_ROWS == COPIERS, "a row each");
 template <bool INNER>
 struct TableMaker;
 
@@ -197,16 +199,13 @@ struct TableMaker<false> {
     const void* scale;
     const unsigned* inner;  // none
     int own;
-    unsigned begin, step, last;  // blocks of 256 k: the first of its rows, to the next row, the last row's first
-    RowOfTable<false> held[AHEAD][HELD];
+    unsigned begin;  // blocks of 256 k ahead of its row
+    RowOfTable<false> held[AHEAD];
 
-    // What is beyond all rows is of no use.
-    __device__ __forceinline__ void load(int slot, unsigned stage) {
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) held[slot][i].load(scale, inner, min(begin + i * step, last) + stage);
-    }
+    __device__ __forceinline__ void load(int slot, unsigned stage) { held[slot].load(scale, inner, begin + stage); }
     // Of all stages, the first of which is number `first` of a row.
-    __device__ __forceinline__ void run(UnitsRing<S::BYTES> ring, unsigned first, int stages) {
+    template <typename F>
+    __device__ __forceinline__ void run(UnitsRing<S::BYTES> ring, unsigned first, int stages, const F& copy) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
             if (i < stages) load(i, first + i);
@@ -216,9 +215,8 @@ struct TableMaker<false> {
                 const int stage = base + i;
                 if (i > 0 && stage >= stages) break;
                 ring.wait_empty();
-#pragma unroll
-                for (int h = 0; h < HELD; ++h)
-                    if (own + h * COPIERS < UNITS_ROWS) held[i][h].store(ring.data(), own + h * COPIERS);
+                copy(ring, stage);
+                held[i].store(ring.data(), own);
                 barrier_arrive(ring.full());
                 ring.step(1);
                 if (stage + AHEAD < stages) load(i, first + stage + AHEAD);
@@ -236,24 +234,22 @@ struct TableMaker<true> {
     const void* scale;
     const unsigned* inner;
     int own;
-    unsigned begin, step, last;     // as above
-    unsigned held[HELD][4 * WIDE];  // d and dmin of each stage; three words of each
+    unsigned begin;           // as above
+    unsigned held[4 * WIDE];  // d and dmin of each stage; three words of each
 
     // A fourth of what four stages want, `stage` being the first of them.
     template <int PART>
     __device__ __forceinline__ void load(unsigned stage) {
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            const unsigned at = (min(begin + i * step, last) + stage) / WIDE;
-            const uint4* from = PART == 0 ? static_cast<const uint4*>(scale) + at
-                                          : reinterpret_cast<const uint4*>(inner) + 3ull * at + (PART - 1);
-            unsigned* const v = held[i] + 4 * PART;
-            asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                         : "l"(from));
-        }
+        const unsigned at = (begin + stage) / WIDE;
+        const uint4* from = PART == 0 ? static_cast<const uint4*>(scale) + at
+                                      : reinterpret_cast<const uint4*>(inner) + 3ull * at + (PART - 1);
+        unsigned* const v = held + 4 * PART;
+        asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                     : "l"(from));
     }
-    __device__ __forceinline__ void run(UnitsRing<S::BYTES> ring, unsigned first, int stages) {
+    template <typename F>
+    __device__ __forceinline__ void run(UnitsRing<S::BYTES> ring, unsigned first, int stages, const F& copy) {
         if (stages > 0) load<0>(first), load<1>(first), load<2>(first), load<3>(first);
         for (int base = 0; base < stages; base += WIDE)
 #pragma unroll
@@ -261,12 +257,10 @@ struct TableMaker<true> {
                 const bool more = base + WIDE < stages;
                 const unsigned next = first + base + WIDE;
                 ring.wait_empty();
-#pragma unroll
-                for (int h = 0; h < HELD; ++h) {
-                    const unsigned (&v)[4 * WIDE] = held[h];
-                    const RowOfTable<true> row{{v[i], v[WIDE + 3 * i], v[WIDE + 3 * i + 1], v[WIDE + 3 * i + 2]}};
-                    if (own + h * COPIERS < UNITS_ROWS) row.store(ring.data(), own + h * COPIERS);
-                }
+                copy(ring, base + i);
+                const unsigned (&v)[4 * WIDE] = held;
+                const RowOfTable<true> row{{v[i], v[WIDE + 3 * i], v[WIDE + 3 * i + 1], v[WIDE + 3 * i + 2]}};
+                row.store(ring.data(), own);
                 barrier_arrive(ring.full());
                 ring.step(1);
                 // What is used up is fetched anew.
@@ -369,7 +363,8 @@ struct Multiplier {
                 }
         }
     }
-    // The same of minima.
+    // The same of minima, behind this pair: ahead of the first units nothing would hide that these are waited for.
+    static constexpr int MINIMA_BEHIND = 1;
     __device__ __forceinline__ void begin_minima(unsigned data, int i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -397,20 +392,15 @@ struct Multiplier {
     __device__ __forceinline__ void run(
         UnitsRing<S::BYTES> ring, int part, int stages, unsigned nothing, float (&total)[TILES][SUMS]) {
         ring.step(part);
+        // As it begins with its last stage, or has none, the cluster may know.
+        if (part >= stages) cluster_arrive_relaxed();
         for (int stage = part; stage < stages; stage += GROUPS) {
+            if (stage + GROUPS >= stages) cluster_arrive_relaxed();
             ring.wait_full();
             const unsigned data = ring.data();
 #pragma unroll
             for (int i = 0; i < TILES; ++i) fetch_codes(data, 0, i);
-            if constexpr (INNER) {
-                begin_minima(data, 0);
-                begin_minima(data, 1);
-                add_minima(data, 0, total[0]);
-                begin<0>(data, 0, 0);
-                add_minima(data, 1, total[1]);
-            } else {
-                begin<0>(data, 0, 0);
-            }
+            begin<0>(data, 0, 0);
 #pragma unroll
             for (int pair = 0; pair < UNITS / 2; ++pair) {
                 fetch_scales(data, pair);
@@ -418,13 +408,23 @@ struct Multiplier {
                 begin<0>(data, pair, 1);
                 add<0, 1>(0, total[0]);
                 begin<1>(data, pair, 0);
-                if (pair + 1 < UNITS / 2) fetch_codes(data, pair + 1, 0);
+                const bool minima_next = INNER && pair == MINIMA_BEHIND;
+                if (!minima_next && pair + 1 < UNITS / 2) fetch_codes(data, pair + 1, 0);
                 add<0, 1>(1, total[1]);
                 fetch_tokens(data, 2 * pair + 1);
                 begin<1>(data, pair, 1);
-                if (pair + 1 < UNITS / 2) fetch_codes(data, pair + 1, 1);
+                if (!minima_next && pair + 1 < UNITS / 2) fetch_codes(data, pair + 1, 1);
                 add<1, 1>(0, total[0]);
-                if (pair + 1 < UNITS / 2) {
+                if (minima_next) {
+                    begin_minima(data, 0);
+                    add<1, 1>(1, total[1]);
+                    begin_minima(data, 1);
+                    fetch_codes(data, pair + 1, 0);
+                    add_minima(data, 0, total[0]);
+                    begin<0>(data, pair + 1, 0);
+                    fetch_codes(data, pair + 1, 1);
+                    add_minima(data, 1, total[1]);
+                } else if (pair + 1 < UNITS / 2) {
                     begin<0>(data, pair + 1, 0);
                     add<1, 1>(1, total[1]);
                 } else {
@@ -440,43 +440,51 @@ struct Multiplier {
 
 // ---- results -------------------------------------------------------------------------------------------------------
 
-constexpr int PITCH = UNITS_ROWS + 4, PART_SUMS = UNITS_TOKENS * PITCH * 4;
+// Sums of a warpgroup: [tokens][PITCH]; those of the tokens that a thread block of the cluster writes are sent to it.
+constexpr int PITCH = UNITS_ROWS + 4, WRITTEN = UNITS_TOKENS / UNITS_SHARE, SENT = WRITTEN * PITCH * 4;
+static_assert(UNITS_SHARE == 2, "a thread block is sent the sums of one other");
+static_assert(GROUPS * SENT <= UNITS_STAGE && UNITS_STAGES > GROUPS + 1, "sums stand where stages were");
+
+// To the same address of shared memory of thread block `rank`, whose barrier counts the bytes.
+__device__ __forceinline__ void send_run(
+    unsigned target, unsigned from, unsigned bytes, unsigned barrier, unsigned rank) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     cluster_address(target, rank)),
+                 "r"(from), "r"(bytes), "r"(cluster_address(barrier, rank))
+                 : "memory");
+}
 
 // Adds the sums of all warpgroups of a cluster, in their order, and writes the outputs of a thread block: those of its
-// part of the tokens. It arrives at the barrier of the cluster, ahead of the writing: all that it reads is here then.
+// part of the tokens. `own` are sums of its first warpgroup for these, `own_next` of its second, `sent` of the other
+// thread block's, beside each other. It arrives at the barrier of the cluster: what it sent has come, as it is told.
 template <bool INNER>
 __device__ __forceinline__ void write_outputs(
-    const Rescaling& rescaling, unsigned sums, unsigned rank, int first_row, void* __restrict__ y, int tokens, int rows,
-    int y_kind) {
-    constexpr int EIGHTS = UNITS_ROWS / 8, MINE = UNITS_TOKENS / UNITS_SHARE, ITEMS = MINE * EIGHTS / CONSUMERS;
-    static_assert(ITEMS * CONSUMERS == MINE * EIGHTS, "threads have as many each");
+    const Rescaling& rescaling, unsigned own, unsigned own_next, unsigned sent, unsigned rank, int first_row,
+    void* __restrict__ y, int tokens, int rows, int y_kind) {
+    constexpr int EIGHTS = UNITS_ROWS / 8, ITEMS = WRITTEN * EIGHTS / CONSUMERS;
+    static_assert(ITEMS * CONSUMERS == WRITTEN * EIGHTS, "threads have as many each");
     const bool aligned = reinterpret_cast<unsigned long long>(y) % 16 == 0 && rows % 8 == 0;
+    const unsigned part[GROUPS * UNITS_SHARE] = {
+        rank ? sent : own, rank ? sent + SENT : own_next, rank ? own : sent, rank ? own_next : sent + SENT};
     float total[ITEMS][8] = {};
 #pragma unroll
     for (int n = 0; n < ITEMS; ++n) {
-        const int item = threadIdx.x + n * CONSUMERS, token = rank * MINE + item / EIGHTS;
-        uint4 four[GROUPS * UNITS_SHARE][2];
+        const int item = threadIdx.x + n * CONSUMERS;
+        const unsigned at = (item / EIGHTS * PITCH + item % EIGHTS * 8) * 4;
 #pragma unroll
-        for (int part = 0; part < GROUPS * UNITS_SHARE; ++part) {
-            const unsigned from = sums + part % GROUPS * PART_SUMS + (token * PITCH + item % EIGHTS * 8) * 4;
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                four[part][h] = load_cluster<uint4>(cluster_address(from + 16 * h, part / GROUPS));
-        }
-#pragma unroll
-        for (int part = 0; part < GROUPS * UNITS_SHARE; ++part)
+        for (int i = 0; i < GROUPS * UNITS_SHARE; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const unsigned word[4] = {four[part][h].x, four[part][h].y, four[part][h].z, four[part][h].w};
+                const float4 four = shared_at<float4>(part[i] + at + 16 * h);
+                const float v[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    total[n][4 * h + i] = add_ieee(total[n][4 * h + i], __uint_as_float(word[i]));
+                for (int j = 0; j < 4; ++j) total[n][4 * h + j] = add_ieee(total[n][4 * h + j], v[j]);
             }
     }
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    cluster_arrive_relaxed();
 #pragma unroll
     for (int n = 0; n < ITEMS; ++n) {
-        const int item = threadIdx.x + n * CONSUMERS, token = rank * MINE + item / EIGHTS;
+        const int item = threadIdx.x + n * CONSUMERS, token = rank * WRITTEN + item / EIGHTS;
         const int row = first_row + item % EIGHTS * 8;
         if (row >= rows || token >= tokens) continue;
         float (&v)[8] = total[n];
@@ -505,10 +513,11 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
     using S = Layout<INNER>;
     using Ring = UnitsRing<S::BYTES>;
     extern __shared__ unsigned char memory[];
-    __shared__ alignas(8) unsigned long long barriers[Ring::BARRIERS * UNITS_STAGES];
+    __shared__ alignas(8) unsigned long long barriers[Ring::BARRIERS * UNITS_STAGES + 1];
     __shared__ uint4 constants[UNITS_TOKENS * 2];
     const unsigned ring0 = (shared_address(memory) + 1023u) & ~1023u;
     Ring ring{ring0, shared_address(barriers)};
+    const unsigned received = ring.barriers + 8 * Ring::BARRIERS * UNITS_STAGES;  // sums of the other thread block
     const unsigned rank = blockIdx.x % UNITS_SHARE;
     const int first_row = blockIdx.x / UNITS_SHARE * UNITS_ROWS, share = (stages + UNITS_SHARE - 1) / UNITS_SHARE;
     const int first = rank * share, mine = min(share, stages - first);
@@ -518,7 +527,9 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
             barrier_init(barrier, 1 + COPIERS), barrier_init(barrier + 8, 1 + COPIERS);
             barrier_init(barrier + 16, WARPGROUP);
         }
+        barrier_init(received, 1);
         fence_barrier_init();
+        barrier_expect(received, GROUPS * SENT);
     }
     // 28 k of 192 and one of 128, on both sides: 28 * 192^2 + 128^2 = BEGIN.
     if (threadIdx.x < UNITS_TOKENS * 2) {
@@ -530,20 +541,28 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
     const int warp = warp_number(), lane = threadIdx.x % WARP;
     if (threadIdx.x >= CONSUMERS) {
         lower_registers<S::COPYING>();
-        const int thread = static_cast<int>(threadIdx.x) - CONSUMERS - WARP;
-        if (thread == -WARP) {
-            prefetch_map(&w_map);
-            const int ahead = min(mine, UNITS_STAGES);
+        const int own = static_cast<int>(threadIdx.x) - CONSUMERS;
+        // What is asked for at once delays each other: at first the stages that the warpgroups begin with.
+        const int ahead = min(mine, GROUPS);
+        if (own == 0) {
+            // With it ptxas has registers of q4_0's multipliers in banks that cost them a cycle in ten.
+            if constexpr (INNER) prefetch_map(&w_map);
             for (int stage = 0; stage < ahead; ++stage) {
                 const unsigned barrier = ring.barriers + 8 * Ring::BARRIERS * stage;
                 barrier_expect(barrier, S::COPIED);
                 const unsigned target = ring.data0 + stage * S::BYTES + S::CODES_AT;
                 copy_box(target, &w_map, (first + stage) * CODE_ROW, first_row, barrier);
             }
-            wait_for_previous();
-            for (int stage = 0; stage < mine; ++stage) {
+        }
+        __syncwarp();
+        // What is beyond all rows is of no use.
+        const unsigned blocks = stages;
+        TableMaker<INNER> maker{scale, inner, own, min(first_row + own, rows - 1) * blocks};
+        maker.run(ring, first, mine, [&](const Ring& ring, int stage) {
+            if (own == 0) {
+                if (stage == 0) wait_for_previous();
                 if (stage >= ahead) {
-                    ring.wait_empty();
+                    if (stage < UNITS_STAGES) barrier_wait(ring.barriers + 8 * Ring::BARRIERS * (stage - GROUPS), 0);
                     barrier_expect(ring.full(), S::COPIED);
                     copy_box(ring.data() + S::CODES_AT, &w_map, (first + stage) * CODE_ROW, first_row, ring.full());
                 }
@@ -553,16 +572,12 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
                 copy_run(
                     ring.data() + S::SCALES_AT, records + static_cast<long long>(first + stage) * S::RECORD, S::RECORD,
                     ring.full());
-                ring.step(1);
             }
-        } else if (thread >= 0) {
-            const unsigned blocks = stages;
-            TableMaker<INNER> maker{
-                scale, inner, thread, (first_row + thread) * blocks, COPIERS * blocks, (rows - 1) * blocks};
-            maker.run(ring, first, mine);
-        }
+            __syncwarp();
+        });
         __syncwarp();
-        cluster_sync(), cluster_sync();
+        cluster_arrive_relaxed(), cluster_wait();
+        cluster_arrive_relaxed(), cluster_wait();
         return;
     }
     raise_registers<S::MULTIPLYING>();
@@ -579,16 +594,28 @@ __global__ void __cluster_dims__(UNITS_SHARE) __launch_bounds__(CONSUMERS + WARP
     for (int i = 0; i < 4; ++i) multiplier.constant[i] = opaque(i < 2 || t < 3 ? 0xc0c0c0c0u : 0x00000080u);
     float total[TILES][SUMS] = {};
     multiplier.run(ring, part, mine, nothing, total);
-    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-    const unsigned to = ring0 + part * PART_SUMS + (2 * t * PITCH + of_group + g) * 4;
+    // A warpgroup's sums replace its last stage. Those that it is sent replace what was four stages ahead of the last
+    // of all, which the warpgroup that began with the last one, and said so to the cluster, had read.
+    const auto slot = [&](int stage) { return ring0 + stage % UNITS_STAGES * S::BYTES; };
+    const auto sums_of = [&](int group) { return slot(mine + UNITS_STAGES - 1 - ((mine - 1 - group) & 1)); };
+    const unsigned own = rank * SENT, others = (rank ^ 1) * SENT;
+    warpgroup_sync(part);
+    const unsigned to = sums_of(part) + (2 * t * PITCH + of_group + g) * 4;
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int j = 0; j < SUMS; ++j)
             store_shared(to + ((j / 4 * 8 + j % 2) * PITCH + 64 * i + j / 2 % 2 * 8) * 4, total[i][j]);
-    cluster_sync();
+    fence_async_proxy();
+    cluster_wait();
+    warpgroup_sync(part);
+    if (threadIdx.x % WARPGROUP == 0)
+        send_run(slot(stages - mine) + part * SENT, sums_of(part) + others, SENT, received, rank ^ 1);
+    asm volatile("bar.sync 3, %0;" ::"n"(CONSUMERS) : "memory");
     wait_for_previous();
+    barrier_wait(received, 0);
     const Rescaling rescaling{nullptr, nullptr, bias, bias_kind};
-    write_outputs<INNER>(rescaling, ring0, rank, first_row, y, tokens, rows, y_kind);
-    cluster_wait();  // the other may still read here
+    write_outputs<INNER>(
+        rescaling, sums_of(0) + own, sums_of(1) + own, slot(mine), rank, first_row, y, tokens, rows, y_kind);
+    cluster_wait();  // the other has what was sent
 }
