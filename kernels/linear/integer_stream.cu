@@ -546,12 +546,12 @@ struct BlockScales {
         }
     }
 
-    // Of powers: false where all of the lane's are less than 2^64, and mostly where they are not much larger.
+    // Of powers: whether one of the lane's is 2^64 or more, its e having both of its upper bits.
     __device__ __forceinline__ bool large() const {
         unsigned bits = 0;
 #pragma unroll
-        for (int i = 0; i < OF_LANE * RAW; ++i) bits |= raw[i / RAW][i % RAW];
-        return (bits & bits << 1 & 0x80808080u) != 0;
+        for (int i = 0; i < OF_LANE * RAW; ++i) bits |= raw[i / RAW][i % RAW] & raw[i / RAW][i % RAW] << 1;
+        return (bits & 0x80808080u) != 0;
     }
 
   private:
