@@ -196,12 +196,14 @@ __device__ __forceinline__ constexpr int most_threads(int codes, int unit, int a
 
 // What codes are places in, where there is such a table: for each value two bytes, which are added up (pairs_of in
 // kbitcupy/products/integer_stream.py). Of each half of them a word is KEPT in a register, beside a constant one, where
-// one is left: by way of a shuffle, since the compiler would bring a constant there anew for each use.
-template <int CODES, bool KEPT>
+// one is left: by way of a shuffle, since the compiler would bring a constant there anew for each use. What all lanes
+// have from the same one it brings anew, too, from a uniform register, if other registers are few; the word for lower
+// codes of APART tables is that of the even lane of each pair, which is not known to be uniform.
+template <int CODES, bool KEPT, bool APART>
 struct Pairs {
     static constexpr bool FP4 = CODES == TABLE4;
-    unsigned lower = first_word(FP4 ? FP4_PAIRS[0] : IQ4_PAIRS[0]);
-    unsigned upper = first_word(FP4 ? FP4_PAIRS[2] : IQ4_PAIRS[2]);
+    unsigned lower = first_word<APART>(FP4 ? FP4_PAIRS[0] : IQ4_PAIRS[0]);
+    unsigned upper = first_word<false>(FP4 ? FP4_PAIRS[2] : IQ4_PAIRS[2]);
 
     // Of four codes, the lowest nibbles of a word, the bytes of either half.
     __device__ __forceinline__ unsigned lower_of(unsigned codes) const {
@@ -218,8 +220,11 @@ struct Pairs {
     }
 
   private:
+    template <bool OF_PAIR>
     __device__ __forceinline__ static unsigned first_word(unsigned v) {
-        if constexpr (KEPT) return __shfl_sync(FULL_WARP, threadIdx.x % WARP == 0 ? v : threadIdx.x, 0);
+        constexpr unsigned LANES = OF_PAIR ? 2 : WARP;  // the first of them has it
+        const unsigned lane = threadIdx.x % WARP;
+        if constexpr (KEPT) return __shfl_sync(FULL_WARP, lane % LANES == 0 ? v : threadIdx.x, lane / LANES * LANES);
         else return v;
     }
 };
@@ -231,15 +236,15 @@ struct Pairs {
 //     TABLE     whether codes are places in a table; of each there are PARTS bytes, which are added up
 //     MINIMA    whether units have minima, which are multiplied by sums of tokens for 256 k at once
 //     BLOCKS    whether scales are those of blocks of 256, see BlockScales
-template <int CODES, int UNIT, int ADDED, int EIGHTS>
+template <int CODES, int UNIT, int ADDED, int EIGHTS, bool ALONE>
 struct Slot {
     static constexpr bool BYTES = CODES == BYTES8, INNER = CODES == PAIRS4, MINIMA = INNER || CODES == MINIMA4;
     static constexpr bool TABLE = CODES == TABLE4 || CODES == TABLE_HALVES4, BLOCKS = TABLE || CODES == MINIMA4;
     // Whether scales are halves, or halves times six bits: neither is large, and none has more than 17 bits.
     static constexpr bool HALF_SCALES = INNER || CODES == MINIMA4 || CODES == TABLE_HALVES4;
-    // Whether scales are powers of two, each beside what it makes of FIRST: what that saves is worth its room where
-    // sixteen tokens have a scale together.
-    static constexpr bool POWERS = CODES == TABLE4 && EIGHTS == 2;
+    // Whether scales are taken as powers of two; and whether each stands beside what it makes of FIRST: what that saves
+    // is worth its room where sixteen tokens have a scale together.
+    static constexpr bool POWERS = CODES == TABLE4 && !ALONE, PAIRED = POWERS && EIGHTS == 2;
     static constexpr int PARTS = TABLE ? 2 : 1;
     static constexpr bool WIDE = UNIT != 32 && (BYTES || (CODES == NEIGHBOURS4 && UNIT != 64));
     static constexpr bool PAIR = !WIDE && (BYTES || CODES == PAIRS4);
@@ -493,7 +498,7 @@ struct Scales {
 template <typename Of, int CODES, bool INNER_>
 struct BlockScales {
     static constexpr int SHARE = Of::SHARE, EACH = 8, BLOCKS = SHARE / 256;  // units of a block
-    static constexpr int WORDS = Of::POWERS ? 2 : 1;
+    static constexpr int WORDS = Of::PAIRED ? 2 : 1;
     static constexpr int OF_LANE = BLOCKS / 2, FACTORS = 0, MINIMA = BLOCKS * EACH * ROWS_OF_TILE * WORDS;
     static constexpr int BYTES = (MINIMA + (Of::MINIMA ? BLOCKS * MINIMA_OF_BLOCK : 0)) * 4;
     static constexpr int RAW = Of::MINIMA ? 8 : INNER_ ? 1 : CODES == TABLE4 ? 2 : 4;  // words of a block
@@ -523,7 +528,7 @@ struct BlockScales {
             float* const scales = to + (block * EACH * ROWS_OF_TILE + place_of(row)) * WORDS;
             const auto put = [&](int unit, float scale) {
                 float* const at = scales + unit * ROWS_OF_TILE * WORDS;
-                if constexpr (Of::POWERS) *reinterpret_cast<float2*>(at) = make_float2(scale, taken_off<Of>(scale));
+                if constexpr (Of::PAIRED) *reinterpret_cast<float2*>(at) = make_float2(scale, taken_off<Of>(scale));
                 else *at = scale;
             };
             const unsigned (&r)[RAW] = raw[b];
@@ -546,12 +551,12 @@ struct BlockScales {
         }
     }
 
-    // Of powers: false where all of the lane's are less than 2^64, and mostly where they are not much larger.
+    // Of powers: whether one of the lane's is 2^64 or more, its e having both of its upper bits.
     __device__ __forceinline__ bool large() const {
         unsigned bits = 0;
 #pragma unroll
-        for (int i = 0; i < OF_LANE * RAW; ++i) bits |= raw[i / RAW][i % RAW];
-        return (bits & bits << 1 & 0x80808080u) != 0;
+        for (int i = 0; i < OF_LANE * RAW; ++i) bits |= raw[i / RAW][i % RAW] & raw[i / RAW][i % RAW] << 1;
+        return (bits & 0x80808080u) != 0;
     }
 
   private:
@@ -560,9 +565,10 @@ struct BlockScales {
         return static_cast<unsigned long long>(row) * (static_cast<unsigned>(depth) / 256) + at / 256;
     }
 
-    // 2^(e - 128), which may be subnormal.
-    __device__ __forceinline__ static float power_of(unsigned e) {
-        return __uint_as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    // 2^(e - 128), which may be subnormal: for e of 0 and 1 the second number is the greater one.
+    __device__ __forceinline__ static float power_of(unsigned byte) {
+        const int e = static_cast<int>(byte);
+        return __int_as_float(max(e * 0x00800000 - 0x00800000, e * 0x00200000 + 0x00200000));
     }
 
     // All blocks of the lane, which are in the row or not. What is loaded is not put together here: that would wait for
@@ -980,8 +986,8 @@ struct Sums {
         const int unit = i * MMA_K / EACH;
         float scale[2], other[2], less[2];
         if (ends || (begins && ADDED_ == ZERO_POINTS)) {
-            const float* at = scales + unit * (ROWS_OF_TILE * (Of::POWERS ? 2 : WORDS));
-            if constexpr (Of::POWERS) {
+            const float* at = scales + unit * (ROWS_OF_TILE * (Of::PAIRED ? 2 : WORDS));
+            if constexpr (Of::PAIRED) {
                 const float4 both = *reinterpret_cast<const float4*>(at);
                 scale[0] = both.x, less[0] = both.y, scale[1] = both.z, less[1] = both.w;
             } else if constexpr (WORDS == 2) {
@@ -991,7 +997,7 @@ struct Sums {
                 const float2 both = *reinterpret_cast<const float2*>(at);
                 scale[0] = both.x, scale[1] = both.y;
             }
-            if constexpr (EXACT && !Of::POWERS)
+            if constexpr (EXACT && !Of::PAIRED)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) less[h] = taken_off<Of>(scale[h]);
         }
@@ -1302,7 +1308,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
     constexpr bool ALONE = TOKENS == 0;
     constexpr int EIGHTS = ALONE ? 1 : TOKENS;
     constexpr int INSIDE = UNIT == SHARES ? 0 : UNIT;  // of a share
-    using Of = Slot<CODES, UNIT, ADDED_, EIGHTS>;
+    using Of = Slot<CODES, UNIT, ADDED_, EIGHTS, ALONE>;
     using Scale = typename ScalesOf<Of, CODES, INSIDE, ADDED_>::Type;
     constexpr int BESIDE = Of::INNER || Of::BLOCKS ? NOTHING : ADDED_;  // what each unit has beside its scale
     using Entry = Record<BESIDE, Q8>;
@@ -1335,8 +1341,9 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
     feed.column = share * (Of::SLOTS * ROW_BYTES);
     feed.begin(cut.phases);
     Scale ahead;
-    // With blocks numbers are worked out anew where they are used: registers are few.
-    const auto anew = [](int v) { return Of::BLOCKS ? static_cast<int>(opaque(static_cast<unsigned>(v))) : v; };
+    // With blocks numbers are worked out anew where they are used, if registers are few.
+    constexpr bool ANEW = Of::BLOCKS && (EIGHTS == 2 || ALONE || Of::MINIMA || ADDED_ == INNER);
+    const auto anew = [](int v) { return ANEW ? static_cast<int>(opaque(static_cast<unsigned>(v))) : v; };
     auto load_scales = [&](int tile, int phase) {
         const int mine = anew(lane), row = min((first + tile * step) * ROWS_OF_TILE + mine / 2, channels - 1);
         const int k = phase < cut.phases ? (phase * SPLIT * cut.warps + share) * Of::SHARE : depth;
@@ -1438,7 +1445,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
         depth,
         above,
         static_cast<char*>(y) + static_cast<long long>(blockIdx.y) * channels * (y_kind == FLOAT32_BIAS ? 4 : 2)};
-    const Pairs<CODES, Of::TABLE && (EIGHTS == 1 || (BULK && ADDED_ != INNER))>
+    const Pairs<CODES, Of::TABLE && (EIGHTS == 1 || (BULK && ADDED_ != INNER)), Of::PAIRED>
         pairs;  // sixteen tokens leave no register
     unsigned x[EIGHTS][Of::SHARE / FRAGMENT_K][4];
     // Of one token lanes have units 2t and 2t + 1 of eight, else tokens.
