@@ -649,9 +649,13 @@ struct Feed {
         box = 0, row += step, column -= Of::SLOTS * ROW_BYTES;
         if (++tile == count) tile = 0, row = first, column += SPLIT * cut.warps * (Of::SLOTS * ROW_BYTES);
     }
-    __device__ __forceinline__ void wait() const { barrier_wait(full + 8 * slot, parity); }
-    __device__ __forceinline__ unsigned here() const { return ring + slot * SLOT_BYTES; }
-    __device__ __forceinline__ void advance() {
+    // What is in the next slot, which is asked for again at once; `zero` is 0, see zero_after.
+    template <bool TOGETHER>
+    __device__ __forceinline__ void take(unsigned (&word)[2][8], unsigned part, int own_row, int t, unsigned zero) {
+        barrier_wait(full + 8 * slot, parity);
+        Of::template read<TOGETHER>(word, ring + slot * SLOT_BYTES, part, own_row, t);
+        __syncwarp();
+        fetch(slot, zero_after(Of::template bits_read<TOGETHER>(word), zero));
         if (++slot == cut.ring) slot = 0, parity ^= 1;
     }
 
@@ -1455,6 +1459,9 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
     const unsigned part = Of::part(lane);
     const unsigned* own_records = memory.records() + 2 * t * (ALONE ? 8 : 1) * Entry::WORDS;
     Turn now{0, 0, 0}, before{0, 0, 0};
+    // EARLY: a tile's first slot is taken before its scales come to shared memory, which takes long where codes are
+    // places in a table.
+    constexpr bool EARLY = Of::TABLE && !ALONE && (EIGHTS == 1 || CODES == TABLE4);
     for (int pass = 0; pass < cut.phases * anew(count) + LATER; ++pass) {
         if (pass < cut.phases * anew(count)) {
             if (now.tile == 0) {
@@ -1485,6 +1492,8 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
                 if (!STAGED && pass == 0) load_whole<UNIT, Q8, false>(of_token, of_codes, own, scale_step, t);
             }
             now.step(count, cut.warps);
+            unsigned early[2][8];
+            if constexpr (EARLY) feed.template take<TOGETHER>(early, part, own_row, t, zero);
             bool large = false;  // whether FIRST times a power of this tile may not be finite
             if constexpr (Of::POWERS) large = __any_sync(FULL_WARP, ahead.large());
             if (!STAGED || pass != 0 || numbers != nullptr) stage_scales(now);
@@ -1500,11 +1509,10 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
 #pragma unroll
             for (int slot = 0; slot < Of::SLOTS; ++slot) {
                 unsigned word[2][8];
-                feed.wait();
-                Of::template read<TOGETHER>(word, feed.here(), part, own_row, t);
-                __syncwarp();
-                feed.fetch(feed.slot, zero_after(Of::template bits_read<TOGETHER>(word), zero));
-                feed.advance();
+                if (EARLY && slot == 0)
+#pragma unroll
+                    for (int i = 0; i < 16; ++i) word[i / 8][i % 8] = early[i / 8][i % 8];
+                else feed.template take<TOGETHER>(word, part, own_row, t, zero);
                 const auto multiply = [&](bool large) {
 #pragma unroll
                     for (int i = 0; i < Of::STEPS; ++i) {
