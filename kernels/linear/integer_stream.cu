@@ -499,6 +499,7 @@ template <typename Of, int CODES, bool INNER_>
 struct BlockScales {
     static constexpr int SHARE = Of::SHARE, EACH = 8, BLOCKS = SHARE / 256;  // units of a block
     static constexpr int WORDS = Of::PAIRED ? 2 : 1;
+    static constexpr bool SHORT = Of::POWERS && !Of::PAIRED;  // whether plain powers are worked out the short way
     static constexpr int OF_LANE = BLOCKS / 2, FACTORS = 0, MINIMA = BLOCKS * EACH * ROWS_OF_TILE * WORDS;
     static constexpr int BYTES = (MINIMA + (Of::MINIMA ? BLOCKS * MINIMA_OF_BLOCK : 0)) * 4;
     static constexpr int RAW = Of::MINIMA ? 8 : INNER_ ? 1 : CODES == TABLE4 ? 2 : 4;  // words of a block
@@ -521,7 +522,9 @@ struct BlockScales {
         }
     }
 
-    __device__ __forceinline__ void store(const IntegerWeight&, float* to, int row, int half, int) const {
+    // See Scales; `plain`: powers are, see unusual().
+    __device__ __forceinline__ void store(
+        const IntegerWeight&, float* to, int row, int half, int, bool plain = false) const {
 #pragma unroll
         for (int b = 0; b < OF_LANE; ++b) {
             const int block = half * OF_LANE + b;
@@ -546,16 +549,23 @@ struct BlockScales {
                 for (int i = 0; i < EACH; ++i) put(i, to_float(Word<__half>::element(r[i / 2], i % 2)));
             } else {
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) put(i, power_of(r[i / 4] >> i % 4 * 8 & 255u));
+                for (int i = 0; i < EACH; ++i)
+                    put(i, plain ? plain_power_of(r[i / 4], i % 4) : power_of(r[i / 4] >> i % 4 * 8 & 255u));
             }
         }
     }
 
-    // Of powers: whether one of the lane's is 2^64 or more, its e having both of its upper bits.
-    __device__ __forceinline__ bool large() const {
+    // Of powers: whether one of the lane's is 2^64 or more, its e having both of its upper bits; or subnormal, its e
+    // having none but the lowest. `zero` may depend on what comes before scales are waited for.
+    __device__ __forceinline__ bool unusual(unsigned zero) {
         unsigned bits = 0;
 #pragma unroll
-        for (int i = 0; i < OF_LANE * RAW; ++i) bits |= raw[i / RAW][i % RAW] & raw[i / RAW][i % RAW] << 1;
+        for (int i = 0; i < OF_LANE * RAW; ++i) {
+            unsigned& r = raw[i / RAW][i % RAW];
+            r |= zero;
+            bits |= r & r << 1;
+            if constexpr (SHORT) bits |= ((r & 0xfefefefeu) - 0x01010101u) & ~(r & 0xfefefefeu);
+        }
         return (bits & 0x80808080u) != 0;
     }
 
@@ -569,6 +579,12 @@ struct BlockScales {
     __device__ __forceinline__ static float power_of(unsigned byte) {
         const int e = static_cast<int>(byte);
         return __int_as_float(max(e * 0x00800000 - 0x00800000, e * 0x00200000 + 0x00200000));
+    }
+
+    // ... of e that is byte i of a word, none of whose is less than 2.
+    __device__ __forceinline__ static float plain_power_of(unsigned word, int i) {
+        const unsigned lower = word - 0x01010101u;
+        return __uint_as_float((i == 3 ? lower >> 1 : lower << (23 - i * 8)) & 0x7f800000u);
     }
 
     // All blocks of the lane, which are in the row or not. What is loaded is not put together here: that would wait for
@@ -1392,11 +1408,16 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
     constexpr bool STAGED = EIGHTS == 1 && INSIDE >= 128 && ADDED_ == ZERO_POINTS;
     constexpr bool LATE = EIGHTS == 1 && (Q8 || STAGED);
     // The scales at hand to shared memory, and those of the tile behind them asked for.
-    const auto stage_scales = [&](const Turn& next) {
+    const auto stage_scales = [&](const Turn& next, bool unusual) {
         if constexpr (Scale::BYTES != 0) {
             __syncwarp();  // all lanes have read those of the tile before
             const int mine = anew(lane);
-            ahead.store(w, memory.scales(), mine / 2, mine % 2, less);
+            if constexpr (Of::POWERS && !Of::PAIRED) {
+                if (unusual) ahead.store(w, memory.scales(), mine / 2, mine % 2, less);
+                else ahead.store(w, memory.scales(), mine / 2, mine % 2, less, true);
+            } else {
+                ahead.store(w, memory.scales(), mine / 2, mine % 2, less);
+            }
             __syncwarp();
             load_scales(next.tile, next.phase);
         }
@@ -1435,7 +1456,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
     if (STAGED && numbers == nullptr) {
         Turn second{0, 0, 0};
         second.step(count, cut.warps);
-        stage_scales(second);
+        stage_scales(second, false);
     }
     float2 of_token[EIGHTS];
     int2 of_codes[EIGHTS];
@@ -1494,9 +1515,12 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
             now.step(count, cut.warps);
             unsigned early[2][8];
             if constexpr (EARLY) feed.template take<TOGETHER>(early, part, own_row, t, zero);
-            bool large = false;  // whether FIRST times a power of this tile may not be finite
-            if constexpr (Of::POWERS) large = __any_sync(FULL_WARP, ahead.large());
-            if (!STAGED || pass != 0 || numbers != nullptr) stage_scales(now);
+            bool unusual = false;  // whether FIRST times a power of this tile may not be finite, or one is subnormal
+            if constexpr (Of::POWERS) {
+                const unsigned zero_later = static_cast<unsigned>(feed.row) >> 31;  // after that slot was asked for
+                unusual = __any_sync(FULL_WARP, ahead.unusual(zero_later));
+            }
+            if (!STAGED || pass != 0 || numbers != nullptr) stage_scales(now, unusual);
             Sums<Of, INSIDE, BESIDE, Q8, SIGNED, EIGHTS, ALONE> sum;
             sum.clear();
             if constexpr (Of::MINIMA)  // while codes are awaited
@@ -1522,7 +1546,7 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
                     }
                 };
                 if constexpr (Of::POWERS) {
-                    if (large) multiply(true);
+                    if (unusual) multiply(true);
                     else multiply(false);
                     continue;
                 }
