@@ -562,7 +562,7 @@ struct BlockScales {
 #pragma unroll
         for (int i = 0; i < OF_LANE * RAW; ++i) {
             unsigned& r = raw[i / RAW][i % RAW];
-            r |= zero;
+            if constexpr (SHORT) r |= zero;
             bits |= r & r << 1;
             if constexpr (SHORT) bits |= ((r & 0xfefefefeu) - 0x01010101u) & ~(r & 0xfefefefeu);
         }
@@ -1480,9 +1480,8 @@ __global__ void CLUSTER_BOUNDS STREAM_BOUNDS(CODES, UNIT, ADDED_, Q8, TOKENS) st
     const unsigned part = Of::part(lane);
     const unsigned* own_records = memory.records() + 2 * t * (ALONE ? 8 : 1) * Entry::WORDS;
     Turn now{0, 0, 0}, before{0, 0, 0};
-    // EARLY: a tile's first slot is taken before its scales come to shared memory, which takes long where codes are
-    // places in a table.
-    constexpr bool EARLY = Of::TABLE && !ALONE && (EIGHTS == 1 || CODES == TABLE4);
+    // EARLY: a tile's first slot is taken before its scales come to shared memory, which takes long with powers of two.
+    constexpr bool EARLY = Of::POWERS && !Of::PAIRED;
     for (int pass = 0; pass < cut.phases * anew(count) + LATER; ++pass) {
         if (pass < cut.phases * anew(count)) {
             if (now.tile == 0) {

@@ -41,8 +41,8 @@ def test_parts(together, text):
 
 @pytest.mark.parametrize("text", [GROUPS, ROWS])
 def test_parts_behind_whole_tiles(together, text):
-    q = random_weight(text, 20000, 640)
-    check(together, activations("normal", 300, 640, "float16"), q, "int8")
+    q = random_weight(text, 17500, 512)
+    check(together, activations("normal", 140, 512, "float16"), q, "int8")
 
 
 @pytest.mark.parametrize("text", [GROUPS, ROWS])
