@@ -48,16 +48,16 @@ def test_parts_behind_whole_tiles(together, text):
 @pytest.mark.parametrize("text", [GROUPS, ROWS])
 def test_tokens_that_are_int8(together, text):
     q = random_weight(text, 520, 1024)
-    codes = kb.quantize(activations("normal", 270, 1024, "float16"), "int8", granularity="token")
+    codes = kb.quantize(activations("normal", 270, 1024, "float32"), "int8", granularity="token")
     on, given, out = on_device(together, q), on_device(together, codes), together.empty((270, 520), np.float32)
     for _ in range(3):
         multiply(given, "int8", on, None, out)
     wanted = kb.linear(codes, q)
     if text == ROWS:
-        assert same_values(out.get().astype(wanted.dtype), wanted)
+        assert same_values(out.get(), wanted)
     else:
         size = np.abs(kb.dequantize(codes)).astype(np.float64) @ np.abs(kb.dequantize(q)).astype(np.float64).T
-        assert (np.abs(out.get().astype(np.float64) - wanted) <= 2.0**-10 * size).all()
+        assert (np.abs(out.get().astype(np.float64) - wanted) <= 2.0**-20 * size).all()
 
 
 @pytest.mark.parametrize("text", [GROUPS, ROWS])
