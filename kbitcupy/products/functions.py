@@ -56,7 +56,7 @@ from .integer_experts import IntegerExperts, IntegerExpertsHost, IntegerExpertsS
 from .integer_stream import IntegerStream
 from .integer_tile import IntegerTile
 from .integer_turns import IntegerTurns
-from .integer_units import IntegerUnits
+from .integer_units import IntegerUnits, SpreadUnits
 from .integers import Integers, IntegersHost, refused
 from .records import Streamed
 from .routes import WELL_ALIGNED, Explanation, Problem, Product, Route, Stored, choices, device, explained, stored
@@ -81,6 +81,7 @@ LINEAR: tuple[Route, ...] = (
     IntegerStream(),
     IntegerBatch(),
     IntegerUnits(),
+    SpreadUnits(),
     IntegerTile(),
     IntegerTurns(),
     IntegerDecoded(),

@@ -300,7 +300,9 @@ def why_not_few(
 
 # Microseconds of the launches; the fraction of the bandwidth at which codes come; of a tile of 16 rows and 32 k, of
 # which a thread block has some, and of one with q4_k.
-_START, _FRACTION, _OF_TILE, _INNER_TILE = 8.0, 0.8, 0.0235, 0.026
+_START, _FRACTION, _OF_TILE, _INNER_TILE = 8.0, 0.8, 0.0242, 0.0295
+# With "q8_1" and few tiles: of the launches, and of 32 k of them all, also with q4_k.
+_FEW_START, _FEW_TILES, _FEW_INNER = 4.8, 0.075, 0.0915
 
 
 def has_inner(problem: Problem) -> bool:
@@ -328,8 +330,9 @@ class IntegerBatch(Route):
         (rows, depth), processors = problem.shape, problem.device.multiprocessors
         tiles = choose(rows, processors).tiles
         waves = -(-rows // (16 * tiles * processors))
-        of_tile = _INNER_TILE if has_inner(problem) else _OF_TILE
-        return _START + max(waves * tiles * depth / Q8_BLOCK * of_tile, problem.reading / _FRACTION)
+        of_tile, of_few = (_INNER_TILE, _FEW_INNER) if has_inner(problem) else (_OF_TILE, _FEW_TILES)
+        cost = _START + max(waves * tiles * depth / Q8_BLOCK * of_tile, problem.reading / _FRACTION)
+        return max(cost, _FEW_START + depth / Q8_BLOCK * of_few) if problem.activations == "q8_1" else cost
 
     def prepare(self, problem: Problem) -> Product:
         preset = problem.activations or ""

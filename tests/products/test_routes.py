@@ -16,7 +16,7 @@ from kbitcupy.products.functions import GROUPED, LINEAR, plan
 from kbitcupy.products.hopper import cut_tile, tile_kernel
 from kbitcupy.products.integer_batch import IntegerBatch
 from kbitcupy.products.integer_tile import IntegerTile
-from kbitcupy.products.integer_units import IntegerUnits
+from kbitcupy.products.integer_units import IntegerUnits, SpreadUnits, share_of, stages_of
 from kbitcupy.products.routes import Device, Explanation, Problem, Stored, choices, stored
 from kbitcupy.products.staged import StagedStream
 
@@ -597,7 +597,7 @@ def test_some_tokens_of_codes_in_short_groups(preset):
     if preset == "int8":
         against["q4_k"] = 'activations="q8_1"'
     for text in ("q4_0", *(("q4_k",) if preset == "q8_1" else ()), *against):
-        for shape, tokens in itertools.product(((28672, 8192), (4096, 4608)), (48, 64, 65)):
+        for shape, tokens in itertools.product(((28672, 8448), (4096, 4352)), (48, 64, 65)):
             problem = Problem(kb.get_format(text), shape, tokens, HALF, gpu, activations=preset)
             found = {choice.route.name: choice for choice in choices(problem, LINEAR)}["integer_batch"]
             if text in against:
@@ -616,7 +616,7 @@ def test_some_tokens_of_codes_with_inner_scales():
     """33 to 64 tokens of "q8_1" with q4_k; what stands against it is said."""
     gpu, route = Device(0, 90, 132, 232448, True, True), IntegerBatch()
     problem = Problem(kb.get_format("q4_k"), (28672, 8192), 64, HALF, gpu, activations="q8_1")
-    for shape in ((28672, 8192), (4096, 14336), (4096, 4096)):
+    for shape in ((28672, 8448), (4096, 14592), (4096, 4352)):
         best = choices(replace(problem, shape=shape), LINEAR)[0].route
         assert best.name == route.name and "batch_integers" in best.describe(replace(problem, shape=shape))
     for changed, why in (
@@ -638,14 +638,14 @@ def test_some_tokens_of_weights_whose_rows_keep_a_device_busy_once(text):
     """Two thread blocks share 128 rows; what stands against it is said."""
     gpu, route = Device(0, 90, 132, 232448, True, True), IntegerUnits()
     problem = Problem(kb.get_format(text), (8192, 8192), 64, HALF, gpu, activations="q8_1")
-    for shape in (8192, 8192), (6400, 28672), (8192, 2048):
+    for shape in (8192, 8192), (8448, 28672), (8192, 2048):
         assert choices(replace(problem, shape=shape), LINEAR)[0].route.name == route.name
     assert "multiply_units" in route.describe(problem)
     for changed, why in (
         ({"activations": "int8"}, 'activations="q8_1"'),
         ({"format": kb.get_format("q8_0")}, "q4_0 and q4_k"),
-        ({"tokens": 32}, "33 to 64 tokens"),
-        ({"tokens": 65}, "33 to 64 tokens"),
+        ({"tokens": 16}, "17 to 64 tokens"),
+        ({"tokens": 65}, "17 to 64 tokens"),
         ({"shape": (8192, 288)}, "K must be a multiple" if text == "q4_0" else ""),
         ({"shape": (8192, 8448)}, "a multiple of 2048" if text == "q4_k" else ""),
         ({"shape": (4096, 8192)}, "64 thread blocks do not keep 132"),
@@ -657,6 +657,40 @@ def test_some_tokens_of_weights_whose_rows_keep_a_device_busy_once(text):
     ):
         if why:
             assert why in route.accepts(replace(problem, **changed))
+
+
+@pytest.mark.parametrize("text", ["q4_0", "q4_k"])
+def test_some_tokens_of_weights_whose_stages_are_shared_out(text):
+    """Other numbers of rows: all thread blocks have as many stages; what stands against it is said."""
+    gpu, route = Device(0, 90, 132, 232448, True, True), SpreadUnits()
+    problem = Problem(kb.get_format(text), (28672, 8192), 64, HALF, gpu, activations="q8_1")
+    for shape in (28672, 8192), (10240, 8192), (4096, 14336), (2048, 8192), (128256, 4096):
+        best = choices(replace(problem, shape=shape), LINEAR)[0].route
+        assert best.name == route.name and "spread_units" in best.describe(replace(problem, shape=shape))
+    least = 1024 if text == "q4_k" else 512
+    for changed, why in (
+        ({"activations": "int8"}, 'activations="q8_1"'),
+        ({"format": kb.get_format("q8_0")}, "q4_0 and q4_k"),
+        ({"tokens": 16 if text == "q4_k" else 32}, "to 1024 tokens"),
+        ({"tokens": 1025}, "to 1024 tokens"),
+        ({"shape": (28672, 8448)}, f"K must be a multiple of {least}"),
+        ({"shape": (1 << 24, 1 << 23)}, "more thread blocks or stages than it can count"),
+        ({"shape": (8192, 1 << 24)}, "numbers of 32 bits"),
+        ({"device": replace(gpu, capability=80)}, "compute capability 9.0"),
+    ):
+        assert why in route.accepts(replace(problem, **changed))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_shares_of_stages(inner):
+    """No thread block without one, no stage left, a whole number of what a thread block has together."""
+    together = 4 if inner else 2
+    shapes = (1, 129, 4096, 28672), (1024, 9216), (17, 64, 65, 500), (1, 78, 132)
+    for rows, depth, tokens, processors in itertools.product(*shapes):
+        stages, share = stages_of((rows, depth), tokens), share_of((rows, depth), tokens, inner, processors)
+        blocks = -(-stages // share)
+        assert share % together == 0 and (blocks - 1) * share < stages <= blocks * share and blocks <= processors
+    assert share_of((28672, 8192), 64, inner, 132) == 56
 
 
 def test_cuts_of_integer_batches():
