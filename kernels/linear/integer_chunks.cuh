@@ -119,18 +119,24 @@ __device__ __forceinline__ void multiply_chunks(
     // The sums of part i of a stage, which have come, count.
     auto add = [&](int i) {
         fence_sums(sum[i % 2]);
+        // An fma of three registers takes two cycles, with one that the fma before had in its place one: so some with
+        // the same scale follow each other.
 #pragma unroll
-        for (int j = 0; j < SUMS; ++j) {
-            float& t = total[i % CHUNKS * SUMS + j];
-            t = fma_ieee(__int2float_rn(sum[i % 2][j]), scale[i / CHUNKS][j / 2 % 2], t);
-        }
+        for (int from = 0; from < SUMS; from += 16)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int j = from + 2 * h; j < from + 16; j += j % 2 ? 3 : 1) {
+                    float& t = total[i % CHUNKS * SUMS + j];
+                    t = fma_ieee(__int2float_rn(sum[i % 2][j]), scale[i / CHUNKS][h], t);
+                }
     };
     const unsigned first_token = offset * STAGE_K / 16;
     if (EARLY) fetch();
     for (int stage = begin; stage < end; ++stage) {
         decode(stage);
-        // A descriptor but for its upper word, which is always the same.
-        const unsigned x = static_cast<unsigned>(wgmma_descriptor(ring.data())) + first_token;
+        // All 64 bits of it: where its words are joined for each wgmma, both are set anew every time.
+        const unsigned long long x = wgmma_descriptor(ring.data()) + first_token;
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
             const int u = i / CHUNKS, c = i % CHUNKS;
@@ -139,8 +145,7 @@ __device__ __forceinline__ void multiply_chunks(
             wgmma_begin();
 #pragma unroll
             for (int s = u * STEPS; s < (u + 1) * STEPS; ++s)  // descriptors count in units of 16 bytes
-                wgmma_bytes(
-                    sum[i % 2], a[s], wgmma_descriptor_of(x + c * (CHUNK * STAGE_K / 16) + 2 * s), s > u * STEPS);
+                wgmma_bytes(sum[i % 2], a[s], x + (c * (CHUNK * STAGE_K / 16) + 2 * s), s > u * STEPS);
             wgmma_commit();
             if (S::IN_TURNS && i == PARTS - 1) give_turn(warpgroup);
             if (i == 0) continue;
