@@ -8,7 +8,8 @@ reach are named again at the end, and the status is 1.
 
     cores   `workers=2` beside 1
     numpy   8 processes beside one
-    gpus    1, 4 and 8 workers on a GPU, beside a prototype; as many on each of two GPUs, by threads and by processes
+    gpus    1, 4 and 8 workers on a GPU, beside a prototype; as many on each of two GPUs, by threads and by processes;
+            and what the RAM disk itself gives so many threads that do nothing but read it, or write to it
     dask    two workers of dask-cuda beside one; compressed chunks that are spilled to the host and come back
     memory  peak of the host's memory, beside workers times the largest tensor
 
@@ -321,6 +322,8 @@ def compressed(folder):
 def gpus(folder, lines, rounds):
     names, began = devices(), time.monotonic()
     source, back, out = folder / "source", folder / "back", folder / "out"
+    if len(names) > 1:
+        _say_disk(source, out, lines)
     job("quantize", first(source, 1), out, None, names[0])  # kernels are compiled
     job("dequantize", out, back, None, names[0])
     for made in (out, back):
@@ -330,6 +333,8 @@ def gpus(folder, lines, rounds):
     with contextlib.ExitStack() as stack:
         who = {"1 worker": (None, names[:1])}
         who |= {f"{n} workers": (stack.enter_context(executors.local(n, names[:1])), names[:1]) for n in (4, 8)}
+        if len(names) > 1:
+            who["1 worker on each of two, threads"] = stack.enter_context(executors.local(2, names)), names
         for n in (4, 8) if len(names) > 1 else ():
             who[f"{n} workers on each of two, threads"] = stack.enter_context(executors.local(2 * n, names)), names
             start = time.perf_counter()
@@ -366,8 +371,8 @@ def _prototype(workers):
 
 
 def _alone(who):
-    """Whether it is one worker, for whom some shards are enough."""
-    return who in ("1 worker", _prototype(1))
+    """Whether it is one worker, or one on each of two GPUs, for whom some shards are enough."""
+    return who.startswith("1 worker") or who == _prototype(1)
 
 
 def _run(what, call, source, expected, out, lines, is_first):
@@ -390,10 +395,48 @@ def _say(direction, seconds, nbytes, lines):
         if _prototype(n) in seconds:
             what = f"{direction}, {name} beside the prototype"
             lines.ratio(what, seconds[_prototype(n)], seconds[name], 0.85)
-        two = [found for who, found in seconds.items() if who.startswith(f"{n} workers on each")]
+        two = [found for who, found in seconds.items() if who.startswith(f"{name} on each")]
         if two:
-            what = f"{direction}, {n} workers on each of two GPUs beside {n} on one"
+            what = f"{direction}, {name} on each of two GPUs beside {n} on one"
             lines.ratio(what, seconds[name], min(two, key=min), 1.7)
+
+
+def _say_disk(source, out, lines):
+    """How much faster twice as many threads read or write files of the RAM disk, with no GPU and no work beside."""
+    paths = sorted(source.glob("*.safetensors"))
+    out.mkdir()
+
+    def read(path, buffer):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    def write(path, buffer):
+        with open(out / path.name, "wb", buffering=0) as file:
+            for _ in range(shard_nbytes() // buffer.nbytes):
+                file.write(buffer)
+
+    def timed(what, workers):
+        buffers = threading.local()
+
+        def one(path):
+            if not hasattr(buffers, "own"):
+                buffers.own = np.ones(1 << 22, np.uint8)
+            what(path, buffers.own)
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(one, paths))
+        return time.perf_counter() - began
+
+    for what in (read, write):
+        calls = {n: lambda is_first, what=what, n=n: timed(what, n) for n in (4, 8, 16)}
+        seconds = in_turns(calls, 0, LEAST_ROUNDS)
+        for n in (4, 8):
+            lines.ratio(
+                f"the RAM disk itself: {2 * n} threads that {what.__name__} beside {n}", seconds[n], seconds[2 * n]
+            )
+    remove(out)
 
 
 def _say_speed(what, nbytes, seconds, lines, least=None):

@@ -17,8 +17,9 @@ taken; `explain` shows them all:
 - `integers`: so do ``"int8"`` and ``"q8_1"`` with other formats of integer codes, exactly in what shares scales; few
   tokens on compute capability 8.0 with codes that are read in place, `integer_stream`, and products of experts,
   `integer_experts_stream`; more on compute capability 9.0 with codes that are decoded in registers, `integer_tile`, and
-  up to 64 with `q4_0`, 33 to 64 with `q4_k`, `integer_batch`, and, of as many rows as keep all multiprocessors busy
-  once, `integer_units`; or else like few, some at a time, `integer_turns`.
+  up to 64 with `q4_0`, 33 to 64 with `q4_k`, `integer_batch`; 17 to some hundred in ``"q8_1"`` with these two types,
+  `integer_units`, where rows keep all multiprocessors busy once, and `spread_units`; or else like few, some at a time,
+  `integer_turns`.
   Where sums are scaled after every 32 elements, many tokens of float16 and bfloat16 are quicker once both sides are
   decoded and cuBLAS multiplies, `integer_decoded`.
 - `ternary`: so do ``"int8"`` and ``"bitnet"`` with ternary weights: few tokens with codes that are read in place, more

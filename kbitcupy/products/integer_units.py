@@ -6,8 +6,8 @@ with half of k (kernels/linear/integer_units_sm90a.cu). Of other shapes each thr
 others, of tiles that may begin in one and end in another (kernels/linear/spread_units_sm90a.cu); where that does not
 pay `kbitcupy.products.integer_batch` is there, which wants more cycles for each sum, and fewer to begin and to end.
 Such a thread block has an even number of stages, and with q4_k, of which it fetches the scales of 1024 elements at a
-time, a multiple of four. What it gives is the contract of `kbitcupy.products.integers`, terms of units being added in the order
-of k, parts of k in theirs, which is the same every time; minima of q4_k as there.
+time, a multiple of four. What it gives is the contract of `kbitcupy.products.integers`, terms of units being added in
+the order of k, parts of k in theirs, which is the same every time; minima of q4_k as there.
 
 Numbers are added up as 2^-34 of what they are, with q4_k 2^-44: parts of what is below 2^-95, with q4_k 2^-85, may be
 lost. A row with a scale that is not finite gives NaN, also where the sum of its terms would be infinite.
@@ -49,8 +49,8 @@ SIZES = Constants(
     UNITS_INNER_STAGE=45056,
     QUANTIZE_THREADS=128,
 )
-#: Fewer tokens are multiplied sooner by products of few, `LEAST_SPREAD` by whether weights are q4_k's; more than these by
-#: cuBLAS.
+#: Fewer tokens are multiplied sooner by products of few, `LEAST_SPREAD` by whether weights are q4_k's; more than these
+#: by cuBLAS.
 LEAST_TOKENS, LEAST_SPREAD, MOST_SPREAD = 17, {False: 33, True: 17}, 1024
 # By whether weights are q4_k's: bytes of a stage; those that stand beside the tokens' codes of one.
 _STAGE = {False: int(SIZES.UNITS_STAGE), True: int(SIZES.UNITS_INNER_STAGE)}
@@ -159,7 +159,9 @@ def _plan(
     quantizing = tokens, -(-depth // (SIZES.QUANTIZE_THREADS * _SIXTEEN)), 1
     kernel = _spread_kernel(inner, tokens > SIZES.UNITS_TOKENS) if spread else _kernel(inner)
     launch = kernel.ready(device).launch
-    share = share_of(shape, tokens, inner, device_of(device).multiprocessors) if spread else 0
+    gpu = device_of(device)
+    assert gpu is not None
+    share = share_of(shape, tokens, inner, gpu.multiprocessors) if spread else 0
     blocks = -(-stages_of(shape, tokens) // share) if spread else blocks_of(rows)
     numbers = packed(_NUMBERS, depth, blocks if spread else 0)
     return Plan(launch, (blocks, 1, 1), quantize, quantizing, numbers, part, inner, share)
@@ -287,9 +289,7 @@ class SpreadUnits(Route):
             ends, left = 1, stages // share - 1
         else:
             ends, left = share // stages + 2, -(-stages // share)
-        return (
-            _SPREAD_START[inner] + share * _OF_SPREAD_STAGE[inner] + ends * _OF_END[inner] + left * _OF_LEFT[inner]
-        )
+        return _SPREAD_START[inner] + share * _OF_SPREAD_STAGE[inner] + ends * _OF_END[inner] + left * _OF_LEFT[inner]
 
     def prepare(self, problem: Problem) -> Product:
         return functools.partial(multiply, spread=True)

@@ -26,10 +26,10 @@ __device__ __forceinline__ void put_block(unsigned char* records, int block, int
 
 template <typename T, bool INNER>
 __global__ void __launch_bounds__(QUANTIZE_THREADS) quantize_unit_tokens(
-    const T* __restrict__ x,            // [tokens, depth], rows at multiples of 16 bytes
-    unsigned char* __restrict__ codes,  // [tokens, depth]
+    const T* __restrict__ x,              // [tokens, depth], rows at multiples of 16 bytes
+    unsigned char* __restrict__ codes,    // [tokens, depth]
     unsigned char* __restrict__ records,  // of 64 tokens, then of the next ones
-    unsigned* __restrict__ flags,  // so many words that are to be 0
+    unsigned* __restrict__ flags,         // so many words that are to be 0
     int depth, int words) {
     quantize_sixteen<INNER>(x, codes, depth, [&](int block, int token, float scale, int sum) {
         const long long before = static_cast<long long>(token / UNITS_TOKENS) * (depth / UNITS_K) * RECORD<INNER>;

@@ -147,10 +147,13 @@ def test_blocks_of_integer_batch():
 
 def test_blocks_of_integer_units():
     """The same of warps that have 56 and 224 registers; barriers and constants stand beside."""
-    pairs, spread = (listed()[file, name] for file, name in (
-        ("integer_units_sm90a", "multiply_units"),
-        ("spread_units_sm90a", "spread_units"),
-    ))
+    pairs, spread = (
+        listed()[file, name]
+        for file, name in (
+            ("integer_units_sm90a", "multiply_units"),
+            ("spread_units_sm90a", "spread_units"),
+        )
+    )
     for text, registers in (*pairs, *spread):
         assert 4 * 56 + 8 * 224 <= registers * 12 <= REGISTERS // 32, text
         beside = 24 * integer_units.SIZES.UNITS_STAGES + 32 * integer_units.SIZES.UNITS_TOKENS
