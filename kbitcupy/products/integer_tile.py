@@ -32,13 +32,15 @@ from .integer_activations import NUMBERS, Launches
 from .routes import BYTES_PER_US, MOST_ALIGNED, Device, Problem, Product, Route, Stored, device as device_of
 
 #: Numbers of the kernel: elements of k of a stage, and of those that share a scale of a token that has several; scales
-#: of a row that are copied together, and tables of them; how scales and zero points of weights are stored.
+#: of a row that are copied together, and tables of them; tokens of a buffer of results; how scales and zero points of
+#: weights are stored.
 SIZES = Constants(
     STAGE_K=PITCH,
     EACH_K=32,
     TABLE_UNITS=8,
     TABLES=3,
     PART_FLAGS=1024,
+    CHUNK_TOKENS=32,
     FLOAT32_SCALES=0,
     FLOAT16_SCALES=1,
     BFLOAT16_SCALES=2,
@@ -55,8 +57,8 @@ DECODERS, ROW_NIBBLES = {8: "Bytes", 4: "Nibbles", 2: "Trits"}, "RowNibbles"
 UNITS = (0, STAGE_K, 64, 32)
 # Bytes of shared memory of a thread block; where the ring starts at most behind the beginning of its memory.
 _ROOM, _ALIGNED, _MOST_STAGES = 227 << 10, 1024, 16
-# Tokens of a buffer of results and bytes of a row of it, those of the rows of a warpgroup.
-_CHUNK_TOKENS, _LINE = 32, 128
+# Bytes of a row of a buffer of results, those of the rows of a warpgroup.
+_LINE = 128
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Cut:
         """Of the ring, beside what the kernel declares by name."""
         # Barriers, factors and sums of tokens, and what turns results.
         of_tokens = self.tokens * (8 if Codes(bits, unit, each=each).whole else 4)
-        turned = max(self.buffers(unit), 1) * _CHUNK_TOKENS * _LINE
+        turned = max(self.buffers(unit), 1) * int(SIZES.CHUNK_TOKENS) * _LINE
         named = 16 * _MOST_STAGES + self.row_groups * (of_tokens + turned)
         room = _ROOM - _ALIGNED - named - self.table_bytes(unit)
         fitting = min(room // self.stage_bytes(bits, each), _MOST_STAGES)
@@ -355,7 +357,7 @@ def plan(dtype: np.dtype, tokens: int, rows: int, depth: int, codes: Codes, devi
         blocks = min(blocks, ready.resident)
     together = cut.boxes(codes.bits)
     boxes = cut.tokens // cut.share, cut.rows, together * codes.row_bytes, together
-    lines = cut.buffers(codes.unit) // 2 * _CHUNK_TOKENS if dtype.itemsize == 2 else 0
+    lines = cut.buffers(codes.unit) // 2 * int(SIZES.CHUNK_TOKENS) if dtype.itemsize == 2 else 0
     return Plan(ready.launch, (blocks, 1, 1), codes, boxes, lines, part, cut.part_bytes(blocks) if part else 0)
 
 

@@ -5,7 +5,7 @@
 #include "linear/int8.cuh"
 #include "linear/integer_tiles.cuh"
 
-constexpr int CHUNK_TOKENS = 32;  // that are stored at a time
+// Of the host (kbitcupy/products/integer_tile.py), ahead of this source: CHUNK_TOKENS = 32, that are stored at a time.
 
 // 16 bytes at once: of an assignment the compiler may make four.
 __device__ __forceinline__ void store_global(void* target, uint4 v) {
