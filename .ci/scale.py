@@ -334,7 +334,7 @@ def gpus(folder, lines, rounds):
         who = {"1 worker": (None, names[:1])}
         who |= {f"{n} workers": (stack.enter_context(executors.local(n, names[:1])), names[:1]) for n in (4, 8)}
         if len(names) > 1:
-            who["1 worker on each of two, threads"] = stack.enter_context(executors.local(2, names)), names
+            who[_ONE_EACH] = stack.enter_context(executors.local(2, names)), names
         for n in (4, 8) if len(names) > 1 else ():
             who[f"{n} workers on each of two, threads"] = stack.enter_context(executors.local(2 * n, names)), names
             start = time.perf_counter()
@@ -370,9 +370,13 @@ def _prototype(workers):
     return f"prototype of {workers}"
 
 
+#: A worker on each of two GPUs.
+_ONE_EACH = "1 worker on each of two, threads"
+
+
 def _alone(who):
     """Whether it is one worker, or one on each of two GPUs, for whom some shards are enough."""
-    return who.startswith("1 worker") or who == _prototype(1)
+    return who in ("1 worker", _ONE_EACH, _prototype(1))
 
 
 def _run(what, call, source, expected, out, lines, is_first):

@@ -56,6 +56,7 @@ def test_the_device_is_not_waited_for(cupy, name):
     q = kb.quantize(x, name, importance=v)
     wanted = to_blocks(q)
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
     with stream:
         kb.quantize(x, name, importance=v, out=q)  # memory of this stream
         for plane in q.planes.values():

@@ -118,6 +118,7 @@ def test_graphs(cupy, any_rows):
         return kb.bitnet.linear(token, on), kb.bitnet.linear(floats, on, norm=True)
 
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()  # weights and tokens are there
     with stream:
         both()
         stream.synchronize()

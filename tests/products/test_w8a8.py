@@ -666,6 +666,7 @@ def test_threads(cupy):
     expected = [affine.linear_w8a8(x, q.get()) for x in inputs]
     for x in inputs:
         affine.linear_w8a8(cupy.asarray(x), q)  # compiles
+    cupy.cuda.Device().synchronize()
 
     def work(x):
         with cupy.cuda.Stream(non_blocking=True) as stream:
