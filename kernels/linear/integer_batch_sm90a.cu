@@ -18,9 +18,10 @@
 //
 // The contract is that of kbitcupy/products/integers.py, terms of units being added in the order of k, parts of k in
 // theirs.
-#include "linear/eight_outputs.cuh"
+#include "linear/bulk_runs.cuh"
 #include "linear/int8.cuh"
 #include "linear/integer_tiles.cuh"
+#include "linear/output_runs.cuh"
 
 // Of the host (kbitcupy/products/integer_batch.py), ahead of this source: BATCH_TOKENS = 64; BATCH_K = 256 of a stage,
 // and BATCH_STAGES, the most of a ring; BATCH_RECORD, bytes of what stands beside the codes of tokens for 256 k of
@@ -153,18 +154,6 @@ __device__ __forceinline__ unsigned small_numbers(unsigned two) {
     using T = __nv_bfloat16;
     const unsigned raised = __byte_perm(two, 0x43434343u, 0x4140);  // 128 and the byte
     return Word<T>::bits(__hadd2(Word<T>::as(raised), Word<T>::as(0xc300c300u)));
-}
-
-// Bytes that lie beside each other, multiples of 16; they count at `barrier`.
-__device__ __forceinline__ void copy_run(unsigned target, const void* from, unsigned bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void store_words(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // Tables of q4_k, of all rows of a thread block: inner scales, halves, those of odd units divided by 16, as their codes
@@ -462,7 +451,7 @@ __device__ __forceinline__ void write_outputs(
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             if (row + i < rows) v[i] = add_ieee(v[i], rescaling.bias_of(row + i));
-        write_eight(y, y_kind, static_cast<long long>(token) * rows + row, v, row, rows, aligned);
+        write_run(y, y_kind, static_cast<long long>(token) * rows + row, v, row, rows, aligned);
     }
 }
 

@@ -19,8 +19,10 @@
 // The contract is that of kbitcupy/products/integers.py, terms of units being added in the order of k, parts of k in
 // theirs.
 #pragma once
+#include "linear/bulk_runs.cuh"
 #include "linear/int8.cuh"
 #include "linear/integer_tiles.cuh"
+#include "linear/output_runs.cuh"
 
 // Of the host (kbitcupy/products/integer_units.py), ahead of this source: UNITS_TOKENS = 64; UNITS_K = 256 of a stage;
 // UNITS_ROWS = 128 at a time; UNITS_STAGES of the ring, and bytes of one, UNITS_STAGE or with q4_k UNITS_INNER_STAGE;
@@ -92,18 +94,6 @@ __device__ __forceinline__ void wgmma_numbers(int (&sum)[SUMS], const unsigned (
 // a token, and to the next eight tokens.
 __device__ __forceinline__ unsigned long long plain_descriptor(unsigned address, unsigned along_k, unsigned next) {
     return static_cast<unsigned long long>(next >> 4) << 32 | along_k >> 4 << 16 | (address & 0x3ffffu) >> 4;
-}
-
-// Bytes that lie beside each other, multiples of 16; they count at `barrier`.
-__device__ __forceinline__ void copy_run(unsigned target, const void* from, unsigned bytes, unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void store_words(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // ---- stages --------------------------------------------------------------------------------------------------------
@@ -537,34 +527,6 @@ __device__ __forceinline__ void add_item(float (&total)[8], unsigned at) {
         for (int j = 0; j < 4; ++j) total[4 * h + j] = add_ieee(total[4 * h + j], v[j]);
     }
 }
-// Writes four neighbours of a row of outputs; `aligned`: they begin at a multiple of 16 bytes, or 8 where a number has
-// two, and none is beyond the last row.
-__device__ __forceinline__ void write_four(
-    void* __restrict__ y, int y_kind, long long at, const float (&v)[4], int row, int rows, bool aligned) {
-    if (y_kind == FLOAT32_BIAS) {
-        float* target = static_cast<float*>(y) + at;
-        if (aligned) {
-            *reinterpret_cast<float4*>(target) = make_float4(v[0], v[1], v[2], v[3]);
-        } else {
-            for (int i = 0; i < 4; ++i)
-                if (row + i < rows) target[i] = v[i];
-        }
-    } else {
-        unsigned word[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            word[i] = y_kind == FLOAT16_BIAS ? Word<__half>::pack(v[2 * i], v[2 * i + 1])
-                                             : Word<__nv_bfloat16>::pack(v[2 * i], v[2 * i + 1]);
-        unsigned short* target = static_cast<unsigned short*>(y) + at;
-        if (aligned) {
-            *reinterpret_cast<uint2*>(target) = make_uint2(word[0], word[1]);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (row + i < rows) target[i] = static_cast<unsigned short>(word[i / 2] >> i % 2 * 16);
-        }
-    }
-}
 // Writes an item, the results of tokens and rows from these on.
 template <bool INNER>
 __device__ __forceinline__ void write_item(
@@ -581,7 +543,7 @@ __device__ __forceinline__ void write_item(
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             v[i] = add_ieee(multiply_ieee(total[2 * i + 1 - n], Layout<INNER>::LOWERED), bias[i]);
-        write_four(y, y_kind, static_cast<long long>(token + n) * rows + row, v, row, rows, aligned);
+        write_run(y, y_kind, static_cast<long long>(token + n) * rows + row, v, row, rows, aligned);
     }
 }
 __device__ __forceinline__ bool is_aligned(const void* y, int rows) {
