@@ -324,10 +324,11 @@ def gpus(folder, lines, rounds):
     source, back, out = folder / "source", folder / "back", folder / "out"
     if len(names) > 1:
         _say_disk(source, out, lines)
-    job("quantize", first(source, 1), out, None, names[0])  # kernels are compiled
-    job("dequantize", out, back, None, names[0])
-    for made in (out, back):
-        remove(made)
+    for name in names:  # kernels are compiled, and loaded
+        job("quantize", first(source, 1), out, None, name)
+        job("dequantize", out, back, None, name)
+        for made in (out, back):
+            remove(made)
     small = compressed(folder)
     job("dequantize", small, back, None, names[0])
     with contextlib.ExitStack() as stack:
