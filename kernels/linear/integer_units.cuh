@@ -517,15 +517,20 @@ __device__ __forceinline__ void keep_sums(unsigned at, int warp, int lane, const
 }
 // Of an item, where its numbers stand.
 __device__ __forceinline__ unsigned place_of(int item) { return (item / QUARTERS * PITCH + item % QUARTERS * 4) * 8; }
-// Adds an item of one of them.
-__device__ __forceinline__ void add_item(float (&total)[8], unsigned at) {
+// Adds eight numbers, of which `four` gives each half.
+template <typename F>
+__device__ __forceinline__ void add_eight(float (&total)[8], const F& four) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float4 four = shared_at<float4>(at + 16 * h);
-        const float v[4] = {four.x, four.y, four.z, four.w};
+        const float4 half = four(h);
+        const float v[4] = {half.x, half.y, half.z, half.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) total[4 * h + j] = add_ieee(total[4 * h + j], v[j]);
     }
+}
+// Adds an item of one of them.
+__device__ __forceinline__ void add_item(float (&total)[8], unsigned at) {
+    add_eight(total, [&](int h) { return shared_at<float4>(at + 16 * h); });
 }
 // Writes an item, the results of tokens and rows from these on.
 template <bool INNER>

@@ -33,13 +33,7 @@ struct Run {
 
 // An item of the sums that another thread block leaves, or this one.
 __device__ __forceinline__ void add_left(float (&total)[8], const float4* from) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const float4 four = __ldcg(from + h);
-        const float v[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) total[4 * h + j] = add_ieee(total[4 * h + j], v[j]);
-    }
+    add_eight(total, [&](int h) { return __ldcg(from + h); });
 }
 __device__ __forceinline__ void leave(const float (&v)[8], float4* to) {
     __stcg(to, make_float4(v[0], v[1], v[2], v[3]));
