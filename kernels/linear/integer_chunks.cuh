@@ -62,6 +62,18 @@ struct RowScales {
             by[i] = __uint_as_float(v.x), zero.take(i, v.y);
         }
     }
+    // Of unit u of the table at hand: where that stands, and the scales and zero points from there.
+    __device__ __forceinline__ unsigned place(unsigned u) const {
+        return tables.data() + numbers + u % TABLE_UNITS * S::TABLE_PITCH;
+    }
+    __device__ __forceinline__ static void scales_at(unsigned place, float (&by)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) by[i] = shared_at<float>(place + 64 * i);
+    }
+    __device__ __forceinline__ static void points_at(unsigned place, typename S::Decoder::Zero& zero) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) zero.take(i, shared_at<unsigned>(place + 64 * i + 4));
+    }
     // Lets go the tables of a tile, those that others still need too.
     __device__ __forceinline__ void finish(int units) {
         while (reached < static_cast<unsigned>(units)) next_table(true);
@@ -92,29 +104,15 @@ __device__ __forceinline__ void multiply_chunks(
     float scale[S::SCALES][2];
     unsigned a[4][4];
     int sum[2][SUMS];
-    constexpr bool EARLY = S::UNITS == 1;  // whether there are registers for codes while the last sums are added
     unsigned raw[Decoder::RAW];
-    auto fetch = [&] {
-        barrier_wait(ring.full(ring.stage), ring.phase);
-        Decoder::fetch(raw, ring.data() + codes);
-    };
-    auto decode = [&](int stage) {
-        if (!EARLY) fetch();
+    // Sums of chunk c begin with k from that of operand `from` on; x stands for the tokens of the stage.
+    auto multiply = [&](unsigned long long x, int c, int from, int set) {
+        fence_sums(sum[set]);
+        wgmma_begin();
 #pragma unroll
-        for (int s = 0; s < 4; ++s) {
-            if (s % STEPS == 0) {
-                if constexpr (S::UNIT == STAGE_K) {
-                    if (stage == group_end) group_end += group_stages, ++group;
-                    scales.take(group, scale[0], zero);
-                } else {
-                    scales.take(stage * S::SCALES + s / STEPS, scale[s / STEPS], zero);
-                }
-            }
-            Decoder::begun(raw, s, zero, a[s]);
-        }
-#pragma unroll
-        for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = Decoder::finished(a[i / 4][i % 4], zero);
-        fence_operands(a);
+        for (int s = from; s < from + STEPS; ++s)  // descriptors count in units of 16 bytes
+            wgmma_bytes(sum[set], a[s], x + (c * (CHUNK * STAGE_K / 16) + 2 * s), s > from);
+        wgmma_commit();
     };
     // The sums of part i of a stage, which have come, count.
     auto add = [&](int i) {
@@ -131,32 +129,85 @@ __device__ __forceinline__ void multiply_chunks(
                     t = fma_ieee(__int2float_rn(sum[i % 2][j]), scale[i / CHUNKS][h], t);
                 }
     };
+    auto finish = [&] {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = Decoder::finished(a[i / 4][i % 4], zero);
+        fence_operands(a);
+    };
     const unsigned first_token = offset * STAGE_K / 16;
-    if (EARLY) fetch();
-    for (int stage = begin; stage < end; ++stage) {
-        decode(stage);
-        // All 64 bits of it: where its words are joined for each wgmma, both are set anew every time.
-        const unsigned long long x = wgmma_descriptor(ring.data()) + first_token;
+    if constexpr (S::UNITS == 1) {
+        // What the next stage needs is fetched ahead of the last sums of this one, and its scales when those are
+        // added: between two turns, each cycle until the codes are decoded counts.
+        scales.next_table(true);
+        unsigned place = scales.place(group);
+        const unsigned long long first = wgmma_descriptor(ring.data0) + first_token;
+        unsigned long long x = first + ring.stage * (S::STAGE / 16);
+        barrier_wait(ring.full(ring.stage), ring.phase);
+        Decoder::fetch(raw, ring.data() + codes);
+        scales.points_at(place, zero);
+        for (int stage = begin;;) {
+            // Up to the end of the table.
+            const int stop = min(end, group_end + (TABLE_UNITS - 1 - group % TABLE_UNITS) * group_stages);
+            do {
+                const unsigned own = ring.stage;
+                ring.step(1), ++stage;
+                scales.scales_at(place, scale[0]);
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
-            const int u = i / CHUNKS, c = i % CHUNKS;
-            fence_sums(sum[i % 2]);
-            if (S::IN_TURNS && i == 0) wait_for_turn(warpgroup);
-            wgmma_begin();
+                for (int s = 0; s < 4; ++s) Decoder::begun(raw, s, zero, a[s]);
+                finish();
 #pragma unroll
-            for (int s = u * STEPS; s < (u + 1) * STEPS; ++s)  // descriptors count in units of 16 bytes
-                wgmma_bytes(sum[i % 2], a[s], x + (c * (CHUNK * STAGE_K / 16) + 2 * s), s > u * STEPS);
-            wgmma_commit();
-            if (S::IN_TURNS && i == PARTS - 1) give_turn(warpgroup);
-            if (i == 0) continue;
-            wgmma_wait<1>();
-            add(i - 1);
+                for (int c = 0; c < CHUNKS; ++c) {
+                    if (S::IN_TURNS && c == 0) wait_for_turn(warpgroup);
+                    multiply(x, c, 0, c % 2);
+                    if (S::IN_TURNS && c == CHUNKS - 1) give_turn(warpgroup);
+                    if (c == 0) continue;
+                    wgmma_wait<1>();
+                    add(c - 1);
+                }
+                wgmma_wait<0>();
+                release<S>(ring, own);
+                x = ring.stage == 0 ? first : x + S::STAGE / 16;
+                if (stage < end) {
+                    barrier_wait(ring.full(ring.stage), ring.phase);
+                    Decoder::fetch(raw, ring.data() + codes);
+                }
+                if (stage == group_end && stage < stop) {
+                    group_end += group_stages, ++group, place += S::TABLE_PITCH;
+                    scales.points_at(place, zero);
+                }
+                add(CHUNKS - 1);
+            } while (stage < stop);
+            if (stage == end) break;
+            group_end += group_stages, ++group;
+            scales.next_table(true);
+            place = scales.place(0);
+            scales.points_at(place, zero);
         }
-        wgmma_wait<0>();
-        release<S>(ring, ring.stage);
-        ring.step(1);
-        if (EARLY && stage + 1 < end) fetch();
-        add(PARTS - 1);
+        scales.finish(group + 1);
+    } else {
+        for (int stage = begin; stage < end; ++stage) {
+            barrier_wait(ring.full(ring.stage), ring.phase);
+            Decoder::fetch(raw, ring.data() + codes);
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+                if (s % STEPS == 0) scales.take(stage * S::SCALES + s / STEPS, scale[s / STEPS], zero);
+                Decoder::begun(raw, s, zero, a[s]);
+            }
+            finish();
+            // All 64 bits of it: where its words are joined for each wgmma, both are set anew every time.
+            const unsigned long long x = wgmma_descriptor(ring.data()) + first_token;
+#pragma unroll
+            for (int i = 0; i < PARTS; ++i) {
+                multiply(x, i % CHUNKS, i / CHUNKS * STEPS, i % 2);
+                if (i == 0) continue;
+                wgmma_wait<1>();
+                add(i - 1);
+            }
+            wgmma_wait<0>();
+            release<S>(ring, ring.stage);
+            ring.step(1);
+            add(PARTS - 1);
+        }
+        scales.finish(end * S::SCALES);
     }
-    scales.finish(S::UNIT == STAGE_K ? group + 1 : end * S::SCALES);
 }

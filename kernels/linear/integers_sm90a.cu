@@ -55,6 +55,9 @@ struct Tiling {
     static constexpr int CHUNK = 64;
     // Whether the two warpgroups multiply in turns: that takes two registers, which bytes do not leave.
     static constexpr bool IN_TURNS = IN_CHUNKS && UNIT == STAGE_K && Decoder::BITS == 4;
+    // Whether numbers beside codes that are words have copiers of their own, which take fewer of the slots in which
+    // instructions are issued.
+    static constexpr bool WORDS = TILES > 1 || IN_TURNS;
     // Whether a stage is decoded while the one before is multiplied, for which there must be registers.
     static constexpr bool AHEAD = WARPGROUPS == 2 || UNIT == 0;
     // Buffers of a warpgroup for results of 16 bits, as many as there is memory for: 0 where each warp stores its own.
@@ -486,17 +489,15 @@ __global__ void __cluster_dims__(SHARE)
             const Neighbours<S> neighbours{beside, thread};
             for (int number = own(); number < count && thread >= 0; number += stride) {
                 if (!tile_at(number, token, row, begin, end)) continue;
-                if constexpr (S::TILES > 1) {
+                const int first = S::TOGETHER ? begin / group_stages / TABLE_UNITS * TABLE_UNITS : 0;
+                const int last = S::TOGETHER ? (end - 1) / group_stages + 1 : units;
+                if constexpr (S::WORDS) {
                     if (scale_kind == FLOAT32_SCALES && zero_kind == INT32_POINTS) {
-                        neighbours.template tile<true>(tables, row, last_row, 0, units);
+                        neighbours.template tile<true>(tables, row, last_row, first, last);
                         continue;
                     }
                 }
-                if constexpr (S::TOGETHER)
-                    neighbours.tile(
-                        tables, row, last_row, begin / group_stages / TABLE_UNITS * TABLE_UNITS,
-                        (end - 1) / group_stages + 1);
-                else neighbours.tile(tables, row, last_row, 0, units);
+                neighbours.tile(tables, row, last_row, first, last);
             }
         }
         __syncwarp();
