@@ -323,6 +323,9 @@ def wrong_integers(format, preset, rng, cupy, routes):
     if format.name in ("int8", "uint8") and rng.random() < 0.2:
         k += int(rng.integers(1, 32))
     m = int(rng.choice([1, 1, 2, 3, 5, 7, 8, 8, 9, 12, 16, 16, 17, 40, 64, 70, 129, 300]))
+    # Some kernels for more tokens take rows of whole stages only, which are drawn too seldom otherwise.
+    if rng.random() < 0.25:
+        k, m = 1024 * int(rng.integers(1, 9)), int(rng.choice([17, 33, 64, 65, 100, 129, 200, 300, 520]))
     dtype = [*DTYPES, np.dtype("float32")][int(rng.integers(3))]
     q = random_weight(format, (n, k), rng, cupy)
     x = cupy.asarray((rng.standard_normal((m, k)) + rng.integers(2)).astype(np.float32).astype(dtype))
