@@ -21,6 +21,14 @@ __device__ __forceinline__ float fma_ieee(float a, float b, float c) {
     return r;
 }
 
+// What was made of codes to operand A, while nothing is multiplied: until then its registers must stay as they are, and
+// the compiler knows that only of what defines them last.
+template <typename Decoder, int N>
+__device__ __forceinline__ void finish(unsigned (&a)[N][4], const typename Decoder::Zero& zero) {
+#pragma unroll
+    for (int i = 0; i < 4 * N; ++i) a[i / 4][i % 4] = Decoder::finished(a[i / 4][i % 4], zero);
+}
+
 // Tells whoever fills a stage, in all blocks of a cluster, that this warp needs it no more.
 template <typename S, typename Stages>
 __device__ __forceinline__ void release(const Stages& ring, unsigned s) {
@@ -52,20 +60,21 @@ struct RowScales {
         while (u >= reached) next_table(true);
         read(u, 0, by, zero);
     }
+    // Where those of a unit stand, of the table at hand.
+    __device__ __forceinline__ unsigned place(unsigned u) const {
+        return tables.data() + numbers + u % TABLE_UNITS * S::TABLE_PITCH;
+    }
     // The same of rows `below`, of a unit that has been reached.
     __device__ __forceinline__ void read(
         unsigned u, unsigned below, float (&by)[2], typename S::Decoder::Zero& zero) const {
-        const unsigned at = tables.data() + numbers + 8 * below + u % TABLE_UNITS * S::TABLE_PITCH;
+        const unsigned at = place(u) + 8 * below;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint2 v = shared_at<uint2>(at + 64 * i);
             by[i] = __uint_as_float(v.x), zero.take(i, v.y);
         }
     }
-    // Of unit u of the table at hand: where that stands, and the scales and zero points from there.
-    __device__ __forceinline__ unsigned place(unsigned u) const {
-        return tables.data() + numbers + u % TABLE_UNITS * S::TABLE_PITCH;
-    }
+    // Each of the two by itself.
     __device__ __forceinline__ static void scales_at(unsigned place, float (&by)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) by[i] = shared_at<float>(place + 64 * i);
@@ -129,11 +138,6 @@ __device__ __forceinline__ void multiply_chunks(
                     t = fma_ieee(__int2float_rn(sum[i % 2][j]), scale[i / CHUNKS][h], t);
                 }
     };
-    auto finish = [&] {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = Decoder::finished(a[i / 4][i % 4], zero);
-        fence_operands(a);
-    };
     const unsigned first_token = offset * STAGE_K / 16;
     if constexpr (S::UNITS == 1) {
         // What the next stage needs is fetched ahead of the last sums of this one, and its scales when those are
@@ -154,7 +158,8 @@ __device__ __forceinline__ void multiply_chunks(
                 scales.scales_at(place, scale[0]);
 #pragma unroll
                 for (int s = 0; s < 4; ++s) Decoder::begun(raw, s, zero, a[s]);
-                finish();
+                finish<Decoder>(a, zero);
+                fence_operands(a);
 #pragma unroll
                 for (int c = 0; c < CHUNKS; ++c) {
                     if (S::IN_TURNS && c == 0) wait_for_turn(warpgroup);
@@ -193,7 +198,8 @@ __device__ __forceinline__ void multiply_chunks(
                 if (s % STEPS == 0) scales.take(stage * S::SCALES + s / STEPS, scale[s / STEPS], zero);
                 Decoder::begun(raw, s, zero, a[s]);
             }
-            finish();
+            finish<Decoder>(a, zero);
+            fence_operands(a);
             // All 64 bits of it: where its words are joined for each wgmma, both are set anew every time.
             const unsigned long long x = wgmma_descriptor(ring.data()) + first_token;
 #pragma unroll

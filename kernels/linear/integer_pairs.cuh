@@ -46,8 +46,7 @@ __device__ __forceinline__ void multiply_pairs(
             const int i = n % 2;
 #pragma unroll
             for (int s = 0; s < 4; ++s) Decoder::begun(raw, s, zero, a[i][s]);
-#pragma unroll
-            for (int s = 0; s < 16; ++s) a[i][s / 4][s % 4] = Decoder::finished(a[i][s / 4][s % 4], zero);
+            finish<Decoder>(a[i], zero);
             scale[i][0] = next[0], scale[i][1] = next[1];
             if (n + 1 < STEPS) fetch(n + 1);  // which has time until it is needed
             fence_operands(a[i]);

@@ -208,14 +208,6 @@ struct Neighbours {
 
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
-// What was made of codes to operand A, while nothing is multiplied: until then its registers must stay as they are, and
-// the compiler knows that only of what defines them last.
-template <typename Decoder, int N>
-__device__ __forceinline__ void finish(unsigned (&a)[N][4], const typename Decoder::Zero& zero) {
-#pragma unroll
-    for (int i = 0; i < 4 * N; ++i) a[i / 4][i % 4] = Decoder::finished(a[i / 4][i % 4], zero);
-}
-
 // What a warpgroup multiplies of a tile, one stage or more: `sum` where rows have one scale, else `total`. Its codes
 // are `codes` behind the beginning of a stage, and what stands beside those of row g `numbers` behind that of a table;
 // `factor` has the scales of rows g and g + 8, and `zero` their zero points, where all of a row have the same.
