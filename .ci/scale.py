@@ -332,18 +332,17 @@ def gpus(folder, lines, rounds):
     small = compressed(folder)
     job("dequantize", small, back, None, names[0])
     with contextlib.ExitStack() as stack:
-        who = {"1 worker": (None, names[:1])}
-        who |= {f"{n} workers": (stack.enter_context(executors.local(n, names[:1])), names[:1]) for n in (4, 8)}
-        if len(names) > 1:
-            who[_ONE_EACH] = stack.enter_context(executors.local(2, names)), names
-        for n in (4, 8) if len(names) > 1 else ():
-            who[f"{n} workers on each of two, threads"] = stack.enter_context(executors.local(2 * n, names)), names
+        who = {_workers(n): (stack.enter_context(executors.local(n, names[:1])), names[:1]) for n in (1, 4, 8)}
+        for n in (1, 4, 8) if len(names) > 1 else ():
+            each = f"{_workers(n)} on each of two"
+            who[f"{each}, threads"] = stack.enter_context(executors.local(2 * n, names)), names
             start = time.perf_counter()
             pool = stack.enter_context(executors.local(2 * n, names, executors.APART))
-            who[f"{n} workers on each of two, processes"] = pool, names
+            who[f"{each}, processes"] = pool, names
             job("quantize", first(source, FEW), out, pool, names)
             remove(out)
-            lines.add(f"processes of two GPUs and their first {FEW} shards, s", time.perf_counter() - start)
+            what = f"processes for {_workers(n)} on each of two GPUs and their first {FEW} shards, s"
+            lines.add(what, time.perf_counter() - start)
         prototypes = {n: Prototype(n, names[0], _cupy()) for n in (1, 4, 8)}
         for prototype in prototypes.values():
             stack.callback(prototype.close)
@@ -367,17 +366,17 @@ def gpus(folder, lines, rounds):
     remove(back)
 
 
+def _workers(n):
+    return "1 worker" if n == 1 else f"{n} workers"
+
+
 def _prototype(workers):
     return f"prototype of {workers}"
 
 
-#: A worker on each of two GPUs.
-_ONE_EACH = "1 worker on each of two, threads"
-
-
 def _alone(who):
     """Whether it is one worker, or one on each of two GPUs, for whom some shards are enough."""
-    return who in ("1 worker", _ONE_EACH, _prototype(1))
+    return who.startswith(_workers(1)) or who == _prototype(1)
 
 
 def _run(what, call, source, expected, out, lines, is_first):
@@ -393,10 +392,11 @@ def _run(what, call, source, expected, out, lines, is_first):
 def _say(direction, seconds, nbytes, lines):
     """Speeds and ratios of jobs of so many GB."""
     few = min(nbytes, FEW * shard_nbytes() / 1e9)
-    least = {"1 worker": 3.3, "4 workers": 10, "8 workers": 14} if direction == "quantize" else {}
+    least = {_workers(1): 3.3, _workers(4): 10, _workers(8): 14} if direction == "quantize" else {}
     for name, found in seconds.items():
         _say_speed(f"{direction}, {name}", few if _alone(name) else nbytes, found, lines, least.get(name))
-    for n, name in ((1, "1 worker"), (4, "4 workers"), (8, "8 workers")):
+    for n in (1, 4, 8):
+        name = _workers(n)
         if _prototype(n) in seconds:
             what = f"{direction}, {name} beside the prototype"
             lines.ratio(what, seconds[_prototype(n)], seconds[name], 0.85)

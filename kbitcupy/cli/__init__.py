@@ -389,7 +389,7 @@ def _sharing() -> argparse.ArgumentParser:
         metavar="N",
         help="how many tensors are worked on at once: by threads on GPUs, else by processes (default 1 below "
         f"{LARGE / 1e9:g} GB, above it {MOST_WORKERS} for each GPU, or one a core, at most {MOST_WORKERS}); from "
-        f"{APART / 1e9:g} GB on each of several GPUs has its threads in a process of its own",
+        f"{APART / 1e9:g} GB on each of several GPUs has its threads in processes of its own",
     )
     parent.add_argument(
         "--scheduler",

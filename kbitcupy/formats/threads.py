@@ -21,8 +21,9 @@ _R = TypeVar("_R")
 
 # Elements that are worth a thread; those of a row where an array has none that are whole blocks, such as a 1-D one.
 LEAST, COLUMNS = 1 << 17, 1 << 15
-# See `chunks.AT_ONCE`: with less, threads wait for each other more of the time; with more, the cache holds too little.
-_AT_ONCE = 4
+# See `chunks.AT_ONCE`: as many as there are threads, up to this power of two. With less they wait for each other more of
+# the time, and the longer the more they are; with more, the cache of a core holds too little.
+_MOST_AT_ONCE = 4
 # Elements of the smallest parts of an array, about a chunk, where it has so many times as much for each thread: cores
 # are not equally fast while other programs run, and so none waits long for the last one.
 _PART, _MANY = 1 << 19, 4
@@ -71,7 +72,7 @@ def encode(
     rows, lead = x.reshape(shape), lead if shape == x.shape else 0
     cuts = _cuts(len(rows), x.size // len(rows), workers)
     context = contextvars.copy_context()  # np.errstate belongs to one
-    context.run(AT_ONCE.set, _AT_ONCE)
+    context.run(AT_ONCE.set, min(1 << workers.bit_length() - 1, _MOST_AT_ONCE))
 
     def each(function: Callable[..., Any], *more: Any) -> list[Any]:
         def of_rows(cut: slice) -> Any:

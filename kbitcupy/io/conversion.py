@@ -416,7 +416,7 @@ class Conversion:
             before, left[0] = left[0], left[0] - job.nbytes
             found = job.pieces(lambda begun: most(before - begun))
             if not found:
-                finish(stack)
+                finish(job, stack)
             unfinished[file] = stack, writer, [len(found)]
             for names in found:
                 stored = [each for name in names for each in (job.made.get(name) or (job.copied[name],))]
@@ -435,8 +435,9 @@ class Conversion:
                 else:
                     begun.extend(itertools.islice(waiting, 1))
 
-        def finish(stack: contextlib.ExitStack) -> None:
-            self.checkpoint.check_unchanged()
+        def finish(job: Job, stack: contextlib.ExitStack) -> None:
+            for file in job.files:
+                file.check_unchanged()
             stack.close()
 
         def most(nbytes: int) -> float:
@@ -461,7 +462,9 @@ class Conversion:
                     count[0] -= 1
                     if not count[0]:
                         del unfinished[piece.file]
-                        finish(stack)
+                        finish(self.jobs[piece.file], stack)
+                if not self.one_file:  # which has its name by now
+                    self.checkpoint.check_unchanged()  # so that all shards are of one state of the input
             except BaseException:
                 self._given_up.set()  # threads end with the tensor that they are at
                 raise

@@ -34,9 +34,11 @@ _R = TypeVar("_R")
 LARGE = 2_000_000_000
 #: Workers that they use then at most, on each GPU or on all cores.
 MOST_WORKERS = 8
-#: Bytes to read above which each of several GPUs has a process of its own. To start them takes a second or more, since
+#: Bytes to read above which each of several GPUs has processes of its own. To start them takes a second or more, since
 #: each makes a context of its GPU: less work would not win that back.
 APART = 64_000_000_000
+# Threads of such a process at most: more wait for the interpreter, not for the files.
+_TOGETHER = 4
 # Tasks that wait beside those that run, and how many run where an executor does not say it.
 _WAITING, _UNKNOWN = 2, 32
 # Seconds for a scheduler of Dask to answer; how often a task is done again whose worker was lost.
@@ -215,7 +217,7 @@ def local(workers: int, gpus: Sequence[str] = (), nbytes: int = 0) -> Iterator[E
     """
     if workers == 1:
         yield None
-    elif len(gpus) > 1 and workers > len(gpus) and nbytes >= APART:
+    elif 1 < len(gpus) <= workers and nbytes >= APART:
         with _gpu_processes(gpus, -(-workers // len(gpus))) as apart:
             yield apart
     elif gpus:
@@ -273,11 +275,12 @@ def _ending(made: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gpu_processes(gpus: Sequence[str], threads: int) -> Iterator[Executor]:
-    """A process for each GPU, which ends with the block."""
+    """So many threads for each GPU, in processes that end with the block."""
+    each = -(-threads // _TOGETHER)
     made: list[Any] = []
     with _ending(made):
         with _undisturbed():
-            pool = GpuProcesses(gpus, threads)
+            pool = GpuProcesses([*gpus] * each, -(-threads // each))
             made += pool.processes
         yield pool
 
@@ -326,19 +329,19 @@ def _end_with(parent: Any) -> None:
     os._exit(1)
 
 
-# ---- a process for each GPU ------------------------------------------------------------------------------------------
+# ---- processes for GPUs ----------------------------------------------------------------------------------------------
 
 
 class GpuProcesses(Executor):
-    """A spawned process for each GPU, in which threads do the tasks.
+    """Spawned processes, each for one GPU, in which threads do the tasks.
 
-    Threads of one process take turns at the interpreter. Those of one GPU do so often enough; those of two would wait
-    for each other longer than for the files.
+    Threads of one process take turns at the interpreter. A few do so often enough; those of several GPUs would wait for
+    each other longer than for the files.
 
     Parameters
     ----------
     gpus : sequence of str
-        The GPUs, such as ``["cuda:0", "cuda:1"]``.
+        The GPUs, such as ``["cuda:0", "cuda:1"]``; one that comes twice has two processes.
     threads : int
         Threads of each process.
     """

@@ -120,10 +120,17 @@ def test_how_many_work_unasked(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("workers", "nbytes", "processes"), [(5, executors.APART, 2), (5, executors.APART - 1, 0), (2, executors.APART, 0)]
+    ("workers", "gpus", "nbytes", "processes", "threads"),
+    [
+        (5, 2, executors.APART, 2, 6),
+        (9, 2, executors.APART, 4, 12),
+        (5, 2, executors.APART - 1, 0, 5),
+        (2, 2, executors.APART, 2, 2),
+        (2, 3, executors.APART, 0, 2),
+    ],
 )
-def test_each_of_several_gpus_has_a_process_where_there_is_much(workers, nbytes, processes):
-    """Here the host stands for both."""
-    with executors.local(workers, ["cpu", "cpu"], nbytes) as made:
+def test_each_of_several_gpus_has_processes_where_there_is_much(workers, gpus, nbytes, processes, threads):
+    """Here the host stands for all."""
+    with executors.local(workers, ["cpu"] * gpus, nbytes) as made:
         assert len(getattr(made, "processes", ())) == processes
-        assert executors.workers_of(made) == (6 if processes else workers)
+        assert executors.workers_of(made) == threads

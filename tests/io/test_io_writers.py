@@ -296,6 +296,20 @@ def shrinking(run, path, act):
     return first
 
 
+def test_an_input_that_changes_when_its_own_shard_is_finished_is_an_error(source, monkeypatch):
+    first, last = min(source.glob("*.safetensors")), max(source.glob("*.safetensors"))
+    around, part = os.listdir(source.parent), source.with_name("out.part")
+
+    def change():
+        assert (part / first.name).exists()
+        os.utime(first, ns=(1, 1))
+
+    monkeypatch.setattr(conversion.Job, "run", shrinking(conversion.Job.run, last, change))
+    with pytest.raises(FileError, match=f"{first.name} was changed while it was read: nothing is kept"):
+        quantize(source, source.with_name("out"))
+    assert sorted(os.listdir(source.parent)) == sorted(around)
+
+
 def test_an_input_that_another_file_replaces_is_read_to_its_end(file, monkeypatch):
     quantize(file, file.with_name("whole"))
 
