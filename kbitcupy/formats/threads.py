@@ -21,8 +21,8 @@ _R = TypeVar("_R")
 
 # Elements that are worth a thread; those of a row where an array has none that are whole blocks, such as a 1-D one.
 LEAST, COLUMNS = 1 << 17, 1 << 15
-# See `chunks.AT_ONCE`: as many as there are threads, up to this power of two. With less they wait for each other more of
-# the time, and the longer the more they are; with more, the cache of a core holds too little.
+# See `chunks.AT_ONCE`: as many as there are threads, up to this power of two. With less they wait for each other more
+# of the time, the more the more they are; with more, the cache of a core holds too little.
 _MOST_AT_ONCE = 4
 # Elements of the smallest parts of an array, about a chunk, where it has so many times as much for each thread: cores
 # are not equally fast while other programs run, and so none waits long for the last one.
