@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,7 @@ class GpuLane(Lane):
         self._device = self._cuda.Device(int(device.partition(":")[2]))
         with self._device:
             self._stream = self._cuda.Stream(non_blocking=True)
+            self._pointer = self._stream.ptr
             # Pinned memory comes as a whole number of pages, and maybe more of them.
             self._buffers = [
                 np.frombuffer(self._cuda.alloc_pinned_memory(PART_BYTES), np.uint8)[:PART_BYTES] for _ in range(2)
@@ -75,6 +77,8 @@ class GpuLane(Lane):
         # Threads that give up the interpreter around every call wait for it most of the time when there are many.
         self._memcpy = driver_function("cuMemcpyAsync", holds=True)
         self._memcpy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._query = driver_function("cuStreamQuery", holds=True)
+        self._query.argtypes = (ctypes.c_void_p,)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -102,13 +106,12 @@ class GpuLane(Lane):
         import cupy
 
         made = cupy.empty(nbytes, np.uint8)
-        coming, begin, number = parts(self._buffers), 0, 0
+        target = made.data.ptr
         self._wait()
-        while begin < nbytes:
-            count = next(coming).nbytes
+        for part, place in zip(parts(self._buffers), itertools.cycle(self._places)):
             self._wait()  # so the buffer that is filled next is free
-            self._copy(made.data.ptr + begin, self._places[number], count)
-            begin, number = begin + count, 1 - number
+            self._copy(target, place, part.nbytes)
+            target += part.nbytes
         return made
 
     def parts(self, array: Any) -> Iterator[np.ndarray]:
@@ -132,11 +135,13 @@ class GpuLane(Lane):
 
     def _wait(self) -> None:
         """Until the copy that was begun last is done. Usually it is, for the host is the slower one."""
-        if not self._stream.done:
+        if self._query(self._pointer):  # an error, which is told when it is waited for, or not done
             self._stream.synchronize()
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
-        self._cuda.driver.check_status(self._memcpy(target, source, nbytes, self._stream.ptr))
+        status = self._memcpy(target, source, nbytes, self._pointer)
+        if status:
+            self._cuda.driver.check_status(status)
 
     def release(self) -> None:
         super().release()
