@@ -322,8 +322,7 @@ def compressed(folder):
 def gpus(folder, lines, rounds):
     names, began = devices(), time.monotonic()
     source, back, out = folder / "source", folder / "back", folder / "out"
-    if len(names) > 1:
-        _say_disk(source, out, lines)
+    disk = _of_disk(source, out, lines) if len(names) > 1 else None
     for name in names:  # kernels are compiled, and loaded
         job("quantize", first(source, 1), out, None, name)
         job("dequantize", out, back, None, name)
@@ -363,6 +362,8 @@ def gpus(folder, lines, rounds):
                 for name, call in calls.items()
             }
             _say(direction, in_turns(runs, until, rounds), floats(source), lines)
+            if disk is not None:
+                _say_disk(direction, *(_nbytes(each) for each in (read, expected)), disk, lines)
     remove(back)
 
 
@@ -376,7 +377,7 @@ def _prototype(workers):
 
 def _alone(who):
     """Whether it is one worker, or one on each of two GPUs, for whom some shards are enough."""
-    return who.startswith(_workers(1)) or who == _prototype(1)
+    return who.partition(" on each of two")[0] in (_workers(1), _prototype(1))
 
 
 def _run(what, call, source, expected, out, lines, is_first):
@@ -406,8 +407,10 @@ def _say(direction, seconds, nbytes, lines):
             lines.ratio(what, seconds[name], min(two, key=min), 1.7)
 
 
-def _say_disk(source, out, lines):
-    """How much faster twice as many threads read or write files of the RAM disk, with no GPU and no work beside."""
+def _of_disk(source, out, lines):
+    """Least seconds a byte of so many threads that read files of the RAM disk, or write them, with no GPU and no work
+    beside; how much faster twice as many are.
+    """
     paths = sorted(source.glob("*.safetensors"))[: 2 * FEW]
     out.mkdir()
 
@@ -422,7 +425,7 @@ def _say_disk(source, out, lines):
                 file.write(buffer)
 
     def timed(what, workers):
-        buffers = threading.local()
+        buffers, some = threading.local(), paths if workers > 2 else paths[:FEW]
 
         def one(path):
             if not hasattr(buffers, "own"):
@@ -431,9 +434,10 @@ def _say_disk(source, out, lines):
 
         began = time.perf_counter()
         with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(one, paths if workers > 2 else paths[:FEW]))
-        return time.perf_counter() - began
+            list(pool.map(one, some))
+        return (time.perf_counter() - began) / (len(some) * shard_nbytes())
 
+    found = {}
     for what in (read, write):
         calls = {n: lambda is_first, what=what, n=n: timed(what, n) for n in (1, 2, 4, 8, 16)}
         seconds = in_turns(calls, 0, LEAST_ROUNDS)
@@ -441,7 +445,20 @@ def _say_disk(source, out, lines):
             lines.ratio(
                 f"the RAM disk itself: {2 * n} threads that {what.__name__} beside {n}", seconds[n], seconds[2 * n]
             )
+        found[what.__name__] = {n: min(each) for n, each in seconds.items()}
     remove(out)
+    return found
+
+
+def _nbytes(folder):
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _say_disk(direction, read, written, disk, lines):
+    """How much faster two GPUs could be if nothing but reading so many bytes and writing so many took time."""
+    seconds = {n: read * disk["read"][n] + written * disk["write"][n] for n in disk["read"]}
+    for n in (1, 4, 8):
+        lines.add(f"{direction}, reading and writing alone: {2 * n} threads beside {n}", seconds[n] / seconds[2 * n])
 
 
 def _say_speed(what, nbytes, seconds, lines, least=None):

@@ -56,9 +56,28 @@ def test_every_job_has_the_bytes_of_one_worker(small, capsys, monkeypatch):
             assert f"{direction}, {who}, GB/s" in found
         assert f"{direction}, 8 workers on each of two GPUs beside 8 on one" in found
     assert "dequantize, 4 workers beside the prototype" in found
+    assert "the RAM disk itself: 2 threads that write beside 1" in found
+    assert "dequantize, reading and writing alone: 16 threads beside 8" in found
     assert "NumPy, 8 processes and their start beside one" in found
     assert "0 GB of the RAM disk written to beforehand" in found
     assert not list(small.iterdir())
+
+
+def test_what_two_gpus_could_gain(capsys):
+    """By hand: one thread reads a byte in 4 s and writes one in 2 s, two together in 2 s and 1.5 s."""
+    seconds = {"read": {1: 4, 2: 2, 4: 2, 8: 1, 16: 1}, "write": {1: 2, 2: 1.5, 4: 1, 8: 1, 16: 1}}
+    scale._say_disk("quantize", 10, 4, seconds, scale.Lines())
+    assert re.findall(r"(\d+) threads beside (\d+) +([\d.]+)", capsys.readouterr().out) == [
+        ("2", "1", "1.85"),
+        ("8", "4", "1.71"),
+        ("16", "8", "1.00"),
+    ]
+
+
+def test_some_shards_are_enough_for_one_worker():
+    who = ("1 worker", "1 worker on each of two, threads", "prototype of 1")
+    assert all(map(scale._alone, who))
+    assert not any(map(scale._alone, ("8 workers", "8 workers on each of two, threads", "1 workers of dask-cuda")))
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux, which says what a process has")
