@@ -485,7 +485,7 @@ def dask(folder, lines, rounds):
         workers = list(client.scheduler_info(n_workers=-1)["workers"])
         calls = {}
         for count in sorted({1, len(workers)}):
-            what = f"quantize, {count} workers of dask-cuda"
+            what = f"quantize, {_workers(count)} of dask-cuda"
             executor = client.get_executor(pure=False, workers=workers[:count])
             call = functools.partial(job, "quantize", executor=executor, device="auto")
             calls[what] = functools.partial(_run, what, call, source, small, out, lines)
@@ -614,7 +614,7 @@ def memory(folder, lines, rounds):
         for workers in (1, 8):
             peak = _peak(direction, first(read, FEW), folder / "out", workers, device)[0] - base
             remove(folder / "out")
-            what = f"{direction}, {workers} workers: peak over workers x largest tensor"
+            what = f"{direction}, {_workers(workers)}: peak over workers x largest tensor"
             lines.add(what, peak / workers / largest, most=2.5, note=f"{peak / 1e9:.3f} GB, and {base / 1e9:.2f}")
 
 

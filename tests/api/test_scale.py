@@ -77,7 +77,7 @@ def test_what_two_gpus_could_gain(capsys):
 def test_some_shards_are_enough_for_one_worker():
     who = ("1 worker", "1 worker on each of two, threads", "prototype of 1")
     assert all(map(scale._alone, who))
-    assert not any(map(scale._alone, ("8 workers", "8 workers on each of two, threads", "1 workers of dask-cuda")))
+    assert not any(map(scale._alone, ("8 workers", "8 workers on each of two, threads", "1 worker of dask-cuda")))
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux, which says what a process has")
